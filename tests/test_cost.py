@@ -10,8 +10,8 @@ import torchgradx
 from torchgradx import ops
 from torchgradx.layers.table import Parameters, find_layers
 from torchgradx.plan import gpu
-from torchgradx.plan.cost import ALGORITHMS, Cost, Plan, Problem, cost_of, plan
-from torchgradx.plan.gpu import RATES, Gpu, from_properties
+from torchgradx.plan.cost import ALGORITHMS, AlgorithmPlan, Cost, Problem, cost_of, plan
+from torchgradx.plan.gpu import CARDS, Gpu, from_properties
 from torchgradx.sites import native
 
 
@@ -98,14 +98,14 @@ def test_plans_are_cached_and_print_as_a_table():
     assert table[0] == "linear N=8 T=128 I=64 O=64: weight gradient and norms"
     assert [line.split()[0] for line in table[1:]] == ["fused", "gram", "direct", "rank1"]
     assert table[1].endswith("<- chosen")
-    assert isinstance(plan(p), Plan)
+    assert isinstance(plan(p), AlgorithmPlan)
 
 
 # On a GPU: none is needed, and none is asked
 
-H200 = Gpu("H200", RATES[9, 0], 132, 1.8e9, 4.3e12)
-A100 = Gpu("A100", RATES[8, 0], 108, 1.41e9, 1.6e12)
-L4 = Gpu("L4", RATES[8, 9], 58, 2.0e9, 0.3e12)
+H200 = Gpu("H200", CARDS[9, 0], 132, 1.8e9, 4.3e12)
+A100 = Gpu("A100", CARDS[8, 0], 108, 1.41e9, 1.6e12)
+L4 = Gpu("L4", CARDS[8, 9], 58, 2.0e9, 0.3e12)
 
 
 def on_gpu(kind, n, t, i, o, groups=1, device=H200, itemsize=2, **options):
@@ -140,15 +140,15 @@ def test_verdicts(problem, verdict):
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
-@pytest.mark.parametrize("capability", RATES)
+@pytest.mark.parametrize("capability", CARDS)
 def test_more_of_anything_takes_no_less(capability, itemsize):
-    device = Gpu("a card", RATES[capability], 100, 1.5e9, 2e12)
+    device = Gpu("a card", CARDS[capability], 100, 1.5e9, 2e12)
     sizes = {"n": 64, "t": 128, "i": 256, "o": 256}
     for algorithm in ("gram", "direct", "fused"):
         given = {"device": device, "itemsize": itemsize, "weight_grad": algorithm == "fused"}
         for size in sizes:
             times = [
-                gpu.seconds(on_gpu("linear", **{**sizes, size: count}, **given), algorithm)
+                gpu.seconds_on_gpu(on_gpu("linear", **{**sizes, size: count}, **given), algorithm)
                 for count in (128, 256, 1024, 4096)  # below, other kernels serve
             ]
             assert times == sorted(times), (algorithm, size)
@@ -156,7 +156,7 @@ def test_more_of_anything_takes_no_less(capability, itemsize):
 
 
 def test_tf32_is_the_flags_and_quickens_float32_alone():
-    exact, tf32 = H200, Gpu("H200", RATES[9, 0], 132, 1.8e9, 4.3e12, tf32=True)
+    exact, tf32 = H200, Gpu("H200", CARDS[9, 0], 132, 1.8e9, 4.3e12, tf32=True)
     for itemsize, faster in ((2, False), (4, True), (8, False)):
         assert (gpu.products(tf32, itemsize) > gpu.products(exact, itemsize)) is faster
 
@@ -168,7 +168,7 @@ def properties(**told):
 def test_what_the_driver_tells_is_taken():
     told = {"clock_rate": 1_980_000, "memory_clock_rate": 3_201_000, "memory_bus_width": 6144}
     device = from_properties(properties(major=9, minor=0, **told), tf32=True)
-    assert device == Gpu("card", RATES[9, 0], 132, 1.98e9, 2 * 3.201e9 * 6144 / 8, tf32=True)
+    assert device == Gpu("card", CARDS[9, 0], 132, 1.98e9, 2 * 3.201e9 * 6144 / 8, tf32=True)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_what_the_driver_tells_is_taken():
 def test_an_unknown_capability_has_the_rates_of_the_newest_below(capability, like):
     major, minor = capability
     device = from_properties(properties(major=major, minor=minor), tf32=False)
-    assert device.rates == RATES[like]
+    assert device.rates == CARDS[like]
 
 
 # From a device to its plan

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ ROOMS = (
     "graph", "gradients", "layers", "options", "sites", "shared", "record", "proof", "explain",
     "attachment", "probe", "attach", "scoring", "verify", "jobs", "bridges", "cli", "", "__main__",
 )  # modules and folders, as docs/design.md lists them from below  # fmt: skip
+
+TWINS = ("ops", "reference")  # one operator, two or three ways to compute it
+SAID_TWICE = {"GradNorms"}  # by the bridges to two trainers
 
 
 def sources(*folders):
@@ -84,6 +88,21 @@ def test_no_import_goes_up():
         if ROOMS.index(room_of(module)) < ROOMS.index(room_of(other))
     }
     assert not found
+
+
+def test_no_name_means_two_things():
+    defined = defaultdict(set)
+    for module, path in MODULES.items():
+        if room_of(module) in TWINS:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            targets = getattr(node, "targets", [getattr(node, "target", node)])
+            names = {getattr(t, "id", getattr(t, "name", "_")) for t in targets}
+            for name in names:
+                defined[name].add(module)
+    several = {name: where for name, where in defined.items() if len(where) > 1}
+    assert len(defined) > 100
+    assert not {name for name in several if not name.startswith("_")} - SAID_TWICE
 
 
 @pytest.mark.parametrize("folder", LINES, ids=lambda folder: folder.name)

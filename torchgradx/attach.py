@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from .attachment import attachments
 from .options import Scale
 from .probe import Probe
-from .record.tokens import MEAN, ONE
+from .record.tokens import DEFAULT_REDUCTION, DEFAULT_SCALE
 
 
 def attach(
     model: nn.Module,
     *,
-    loss_reduction: str = MEAN,
-    loss_scale: Scale | torch.amp.GradScaler | Callable[..., Scale] = ONE,
+    loss_reduction: str = DEFAULT_REDUCTION,
+    loss_scale: Scale | torch.amp.GradScaler | Callable[..., Scale] = DEFAULT_SCALE,
     batch_dim: int = 0,
     batch_size: int | Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None,
     layout: Mapping[str, str] | None = None,

@@ -19,29 +19,29 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import ops
-from .graph.arguments import batch_size, one_of_several, tensors_in
+from .graph.arguments import batch_size, is_broadcast, tensors_in
 from .graph.modes import without_user_modes
 from .hooks.engine import weakly
 from .layers.table import Parameters, find_layers
 from .options import check as check_options
-from .options import fitting, placed
+from .options import move_directions, place_directions
 from .proof.audit import Audit
 from .proof.forwards import Forward
 from .proof.samples import Samples
-from .proof.segments import SegmentExaminer, rows_of
-from .proof.verdict import Verdict, known
+from .proof.segments import SegmentExaminer, sample_rows
+from .proof.verdict import Verdict, cache_of
 from .record import plain
 from .record.backwards import Backwards
-from .record.frames import PassOptions
+from .record.checkpoints import PassOptions
 from .record.record import Record
 from .record.tokens import TokenWatch
 from .refusals import cause
-from .sharding import uncovered
+from .sharding import why_not_recorded
 from .sites.context import Context
 from .sites.native import Hooks, call_of_hook, is_running
 from .sites.site import ProbeParts, Site, site_of
-from .sites.standing import Standing
-from .sites.trace import Call, Trace, outside, root_of
+from .sites.standing import StandIns
+from .sites.trace import Trace, TracedCall, outside, root_of
 
 if ops.NATIVE:
     from ._C import Pass, Recorder
@@ -65,12 +65,12 @@ class Attachment:
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         check_options(model, options)
-        self._standing = Standing(model)
+        self._standing = StandIns(model)
         self._model = weakref.ref(model)
         self._options = options
         self._parameters = Parameters(model)
         self._layers = find_layers(model, self._parameters, options)
-        verdicts = known(model, options)
+        verdicts = cache_of(model, options)
         forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
         methods = ("_began", "_finish", "_drained", "_site_called", "_received", "_pass_outside")
         count = len(self._parameters.names)
@@ -86,7 +86,9 @@ class Attachment:
         self._audit = Audit(shared, self._record, self._backwards)
         self._segments = SegmentExaminer(shared, self._audit)
         directions = {} if options["directions"] is None else options["directions"]
-        self._directed = placed(directions, self._parameters)  # by place; empty: no directions
+        self._directed = place_directions(
+            directions, self._parameters
+        )  # by place; empty: no directions
         self._directions = dict(directions)
         self._tokens = TokenWatch(options)
         self._joint: list[Pass] | None = None
@@ -185,7 +187,7 @@ class Attachment:
         serial, context = self._record.takes(on, now)
         if not serial:
             return None
-        rows = rows_of(self._options, args, kwargs)
+        rows = sample_rows(self._options, args, kwargs)
         self._local.ids, n = rows or (None, batch_size(self._options, args, kwargs))
         if n is None:
             self._recorder.refuse(-1, "no_batch_size")
@@ -218,7 +220,7 @@ class Attachment:
         elif self._parameters.computed:
             why_not = "computed"
         else:
-            why_not = uncovered(module, parameters)
+            why_not = why_not_recorded(module, parameters)
         if why_not:
             self._recorder.refuse(-1, why_not)
             return None, False
@@ -229,7 +231,7 @@ class Attachment:
             return context.joint[0], False
         run = Pass(self._recorder, n, parameters)
         if context.directed:
-            run.directions = fitting(context.directed, parameters)
+            run.directions = move_directions(context.directed, parameters)
         if self._recorder.books:
             self._record.tape.within(module)
         if context.joint is not None:
@@ -238,7 +240,7 @@ class Attachment:
         run.serial = serial
         return run, True
 
-    def _open_in_graph(self, n: int, call: Call, inputs: Sequence[Tensor]) -> Pass | None:
+    def _open_in_graph(self, n: int, call: TracedCall, inputs: Sequence[Tensor]) -> Pass | None:
         """Return the pass of a compiled graph that runs now."""
         if not self._standing.on or self._paused:
             return None
@@ -255,7 +257,7 @@ class Attachment:
             run.outside = [*(run.outside or ()), lambda: again()(call, inputs)]
         return run
 
-    def _outside(self, call: Call, inputs: Sequence[Tensor]) -> tuple[Verdict, list[Any]]:
+    def _outside(self, call: TracedCall, inputs: Sequence[Tensor]) -> tuple[Verdict, list[Any]]:
         """Call the model as it is without the compiler, for what is to be said of its structure."""
         module = root_of(self._model())
         joint, self._joint, self._local.last = self._joint, None, []
@@ -318,7 +320,7 @@ class Attachment:
         elif self._segments.examine(forward, self._local.ids):
             self._audit.forwards.listen(run.layouts)
         elif verdicts is None:
-            if run.n == 1 and one_of_several(self._options, arguments, out):
+            if run.n == 1 and is_broadcast(self._options, arguments, out):
                 run.refuse(-1, "one_row")
             with self._samples.quiet():
                 self._audit.examine(forward, key, recalled)

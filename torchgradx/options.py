@@ -17,7 +17,7 @@ from . import ops
 from .layers.table import Parameters
 from .reference.chunks import accumulation_dtype
 from .refusals import refused_all
-from .sharding import flattened
+from .sharding import has_flat_parameter
 
 Scale = float | Tensor  # of a loss: a number, or a Tensor [N]
 Model = Literal["model"]  # per= of which a result is one Tensor,
@@ -53,7 +53,7 @@ def check_scale(scale: Any, scaler: str = "") -> None:
         raise ValueError(f"loss_scale must be finite and not 0, or a Tensor [N]; got {got}")
 
 
-def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
+def place_directions(directions: Any, parameters: Parameters) -> list[Tensor | None]:
     """Return them by the parameters' places, in the dtype of sums; empty if there are none."""
     if not isinstance(directions, Mapping):
         got = type(directions).__name__
@@ -81,7 +81,7 @@ def placed(directions: Any, parameters: Parameters) -> list[Tensor | None]:
     return found if directions else []
 
 
-def fitting(
+def move_directions(
     directions: Sequence[Tensor | None], parameters: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Return the same beside parameters that were moved, or cast, since."""
@@ -161,5 +161,5 @@ def _check_model(model: nn.Module) -> None:
     scripted = (isinstance(m, torch.jit.RecursiveScriptModule) for m in model.modules())
     if isinstance(model, torch.jit.ScriptModule) or any(scripted):
         raise refused_all("scripted", parameters)
-    if flattened(model):
+    if has_flat_parameter(model):
         raise refused_all("flat_parameter", parameters)

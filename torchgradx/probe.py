@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .attachment import Attachment, attachments
 from .explain import Explanation, explanation
-from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale, placed
+from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale, place_directions
 from .proof.accounts import require_all
-from .record.frames import runs
+from .record.checkpoints import inside_checkpoint
 
 
 class Probe(Attachment):
@@ -130,7 +130,7 @@ class Probe(Attachment):
 
     @directions.setter
     def directions(self, directions: Mapping[str, Tensor]) -> None:
-        self._directed = placed(directions, self._parameters)
+        self._directed = place_directions(directions, self._parameters)
         self._directions = dict(directions)
 
     @overload
@@ -251,7 +251,7 @@ class Probe(Attachment):
         Raises:
             RuntimeError: within what a checkpoint runs, of which all is recorded or nothing.
         """
-        if runs("_checkpoint_hook"):
+        if inside_checkpoint("_checkpoint_hook"):
             raise RuntimeError(
                 "paused() was called within what torch.utils.checkpoint runs, and will run again: "
                 "pause around the checkpoint"

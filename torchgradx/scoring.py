@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_map
 
 from .attach import attach, set_aside
 from .graph.arguments import tensors_in
-from .graph.nodes import signed
+from .graph.nodes import to_signed
 from .options import Model, Parts, check_loss, check_per
 from .probe import Probe
 from .refusals import cause, refused_all
 
 Loss = Callable[[Any, Any], Tensor]
-MEAN, SUM = 1, 2  # as the nodes of torch's losses number them
+MEAN_REDUCTION, SUM_REDUCTION = 1, 2  # as the nodes of torch's losses number them
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -113,10 +113,10 @@ class LossReduction:
             found += here
             nodes = [node for parent in nodes for node, _ in parent.next_functions if node]
         self._counts = None
-        if len(found) == 1 and found[0]._saved_reduction == MEAN:
+        if len(found) == 1 and found[0]._saved_reduction == MEAN_REDUCTION:
             node = found[0]
             target, weight = node._saved_target, node._saved_weight
-            ignored = signed(node._saved_ignore_index)
+            ignored = to_signed(node._saved_ignore_index)
             counts = (target != ignored).float()
             self._counts = counts if weight is None else counts * weight[target.clamp_min(0)]
 
@@ -126,9 +126,9 @@ class LossReduction:
         n = len(shares)
         if n < 2:
             return
-        expected = {MEAN: 1.0, SUM: float(n)}.get(self._reduction)
+        expected = {MEAN_REDUCTION: 1.0, SUM_REDUCTION: float(n)}.get(self._reduction)
         if expected is not None and not math.isclose(float(shares.sum()), expected, rel_tol=1e-3):
-            kind = "mean" if self._reduction == MEAN else "sum"
+            kind = "mean" if self._reduction == MEAN_REDUCTION else "sum"
             raise refused_all(cause("reduction", kind=kind), probe.gradients("parameter"))
         if self._counts is None or not self._counts.numel() or self._counts.numel() % n:
             return

@@ -23,19 +23,19 @@ def _known(module: str, *names: str) -> tuple[type, ...]:
     return tuple(known[name] for name in names if name in known)
 
 
-def gathers(modules: Iterable[nn.Module]) -> bool:
+def communicates(modules: Iterable[nn.Module]) -> bool:
     """Return True if a backward of their graph communicates: on one rank alone it would hang."""
     sharded = _known(FSDP, "FSDPModule", "FullyShardedDataParallel")
     return any(issubclass(kind, sharded) for kind in set(map(type, modules)))
 
 
-def flattened(model: nn.Module) -> bool:
+def has_flat_parameter(model: nn.Module) -> bool:
     """Return True if FullyShardedDataParallel has made one flat parameter of many."""
     kinds = _known(FSDP, "FullyShardedDataParallel")
     return any(isinstance(module, kinds) for module in model.modules())
 
 
-def uncovered(model: nn.Module, parameters: Sequence[Tensor]) -> str | None:
+def why_not_recorded(model: nn.Module, parameters: Sequence[Tensor]) -> str | None:
     """Return the cause for which a forward cannot be recorded, if there is one."""
     if _split(model, parameters):
         return "tensor_parallel"
@@ -54,19 +54,19 @@ def _split(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     return not modules or any(p.is_dtensor for module in modules for p in _gathered_by(module))
 
 
-def scattered(parameters: Iterable[Tensor]) -> bool:
+def is_sharded(parameters: Iterable[Tensor]) -> bool:
     """Return True if only a part of any of them is here now."""
     kinds = _known(TENSOR, "DTensor")
     return any(isinstance(p, kinds) for p in parameters)
 
 
-def part_here(p: Tensor) -> Tensor:
+def local_part(p: Tensor) -> Tensor:
     """Return what is here of a parameter, from which fully_shard brings the whole together."""
     part: Tensor = getattr(p, "_local_tensor", p)
     return part
 
 
-def pairs(modules: Sequence[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
+def parts_and_wholes(modules: Sequence[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
     """Return (part, whole) of what fully_shard puts into one place in turn."""
     kinds = _known(FSDP, "FSDPModule")
     for module in modules if kinds else ():
@@ -75,7 +75,7 @@ def pairs(modules: Sequence[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
                 yield p.sharded_param, p._unsharded_param
 
 
-def shards(node: Any) -> bool:
+def is_fsdp_node(node: Any) -> bool:
     """Return True for a node of fully_shard's, which sends gradients and frees parameters."""
     return bool(node.name() == "RegisterPostBackwardFunctionBackward")
 

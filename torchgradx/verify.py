@@ -133,7 +133,7 @@ def _random(model: nn.Module) -> str:
     return f" Dropout is on in {', '.join(named[:5])}{more}: say model.eval()." if named else ""
 
 
-Gradients = Iterator[Sequence[Tensor | None]]  # of each sample, by parameter
+LoopGradients = Iterator[Sequence[Tensor | None]]  # of each sample, by parameter
 
 
 def _norms_of_loop(
@@ -184,7 +184,7 @@ def _loop(
     targets: Any,
     n: int,
     options: Mapping[str, Any],
-) -> Gradients:
+) -> LoopGradients:
     """Yield gradients of one sample at a time."""
     for sample in range(n):
         model.zero_grad()
@@ -203,7 +203,7 @@ def _loop_by_rows(
     n: int,
     options: Mapping[str, Any],
     loss_reduction: str,
-) -> Gradients:
+) -> LoopGradients:
     """Yield them where no sample can be cut out: pull back its rows of the outputs' gradient."""
     args, kwargs = arguments_of(inputs)
     ids, scale = options["sample_ids"](args, kwargs), options.get("loss_scale", 1.0)

@@ -18,6 +18,7 @@ from ..hooks.versions import Versions
 from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
 
+GRADIENT_ELEMENTS = 1 << 23  # of per-sample gradients at a time: 32 MiB of float32
 _sum = torch.ops.torchgradx.affine_sum.default if ops.NATIVE else None
 
 
@@ -112,7 +113,7 @@ def sq_norms(g: Gradients) -> Tensor:
 
 
 def along(g: Gradients, direction: Tensor) -> Tensor:
-    return chunks.along(g, direction) if isinstance(g, Tensor) else g.along(direction)
+    return chunks.dots_along(g, direction) if isinstance(g, Tensor) else g.along(direction)
 
 
 def weighted(g: Gradients, factors: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
 from .by_sample import Factored, Gradients, OfWeight, sq_norms
 
-CANCELLED = 0.05  # of rows' squares: what is left has lost two digits
+MIN_REMAINDER = 0.05  # of rows' squares: what is left has lost two digits
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Rowwise(Factored):
         for unit, along in zip(self.units, self.along_units, strict=True):
             share = self.scale.square() * (2 - unit.flatten(1).square().sum(1))
             found = found - (along.square() @ share).to(found.dtype)
-        for k in (found < CANCELLED * whole).nonzero().flatten().tolist():
+        for k in (found < MIN_REMAINDER * whole).nonzero().flatten().tolist():
             found[k] = sq_norms(self.back(self.of.part(slice(k, k + 1)).in_full()))[0]
         return found
 

@@ -16,21 +16,21 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..graph.layout import BATCH, LAST, MINOR, SECOND, SEQUENCE
-from ..graph.nodes import Node, dtype_of, is_leaf, shape_of, signed
+from ..graph.nodes import Node, dtype_of, is_leaf, shape_of, to_signed
 from ..reference.chunks import accumulation_dtype
 from .by_sample import Gradients
 from .convolved import Convolved
 from .outer import LookedUp, Outer, Rowwise
 
 CAST = "ToCopyBackward0"  # autocast's
-FEW = 8  # samples
+MAX_LOOPED = 8  # samples
 CONVOLUTION = "ConvolutionBackward0"
-SUM = "AddBackward0"
-TABLE = "EmbeddingBackward0"
-WRITTEN = "IndexPutBackward0"  # x[mask] = values, operand 1
+ADD = "AddBackward0"
+EMBEDDING = "EmbeddingBackward0"
+INDEX_PUT = "IndexPutBackward0"  # x[mask] = values, operand 1
 # A node's product elementwise, before it is summed over what the operand was broadcast along.
 ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
-    SUM: lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
+    ADD: lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
     "SubBackward0": lambda node, k, g: g * -node._saved_alpha if k else g,
     "MulBackward0": lambda node, k, g: g * (node._saved_self if k else node._saved_other),
     "AddcmulBackward0": lambda node, k, g: (
@@ -64,14 +64,14 @@ def _turned(node: Node, g: Tensor) -> Tensor | None:
     if name == "TBackward0":
         return g.mT if dims == 2 else g
     if name == "TransposeBackward0":
-        return g.transpose(*(1 + signed(d) % dims for d in (node._saved_dim0, node._saved_dim1)))
+        return g.transpose(*(1 + to_signed(d) % dims for d in (node._saved_dim0, node._saved_dim1)))
     if name == "PermuteBackward0":
-        order = [signed(d) % dims for d in node._saved_dims]
+        order = [to_signed(d) % dims for d in node._saved_dims]
         return g.permute(0, *(1 + order.index(d) for d in range(dims)))
     return None
 
 
-def transposes(node: Node) -> bool:
+def is_transpose(node: Node) -> bool:
     """Return whether a node transposes matrices, and moves nothing else."""
     probe = torch.empty(1, *range(1, 1 + len(shape_of(node, 0))))
     turned = _turned(node, probe)
@@ -106,7 +106,7 @@ NORMALISED: dict[str, Callable[[Node], Tensor | None]] = {
     "NativeGroupNormBackward0": _over_groups,
     "NativeBatchNormBackward0": _by_running_statistics,
 }
-CHANNELS_FIRST = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
+CHANNELS_FIRST_NODES = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 
 def _standardised(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
@@ -126,7 +126,7 @@ def _standardised(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
 def _weight_norm(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
     """Return those of g * v / |v|, by a dimension of v."""
     v, of_v, norms = (t.to(g.dtype) for t in (node._saved_v, node._saved_g, node._saved_result1))
-    dim = signed(node._saved_dim) % v.dim()
+    dim = to_signed(node._saved_dim) % v.dim()
     if not dim and len(v) != g.of.shape[0]:
         return None
     along, scale = g.along_rows(v / norms, dim), (of_v / norms).flatten()
@@ -143,20 +143,20 @@ BY_ROWS: dict[str, Callable[[Node, Rowwise], Sequence[Gradients] | None]] = {
 def keeps_rows(node: Node) -> bool:
     """Return whether through() may take a weight's gradients on as the operands that they are."""
     known = is_leaf(node) or node.name() in {CAST, *BY_ROWS}
-    return known or gives_on(node) or transposes(node)
+    return known or is_passthrough(node) or is_transpose(node)
 
 
 def makes_in_full(node: Node) -> bool:
     """Return whether a weight's gradients go through a node as large as they are."""
-    shape, known = shape_of(node, 0), keeps_rows(node) or node.name() == TABLE
+    shape, known = shape_of(node, 0), keeps_rows(node) or node.name() == EMBEDDING
     return prod(shape) > max(shape, default=1) and not known
 
 
 def in_closed_form(node: Node) -> bool:
-    return is_elementwise(node) or node.name() in {*ROWS, CONVOLUTION, TABLE, WRITTEN}
+    return is_elementwise(node) or node.name() in {*ROWS, CONVOLUTION, EMBEDDING, INDEX_PUT}
 
 
-def counts_ids(node: Node) -> bool:
+def scales_by_count(node: Node) -> bool:
     """Return whether a sample's gradient is divided by how often the batch has its ids."""
     return bool(getattr(node, "_saved_scale_grad_by_freq", False))
 
@@ -165,12 +165,12 @@ def is_elementwise(node: Node) -> bool:
     return node.name() in ELEMENTWISE or node.name() in NORMALISED
 
 
-def gives_on(node: Node) -> bool:
+def is_passthrough(node: Node) -> bool:
     """Return whether its one operand receives the gradient as it is, in another shape or dtype."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if len(edges) != 1:
         return False
-    if node.name() == SUM:  # to a constant
+    if node.name() == ADD:  # to a constant
         plain = edges[0] == node.next_functions[0] or node._saved_alpha == 1
         return plain and shape_of(*edges[0]) == shape_of(node, 0)
     return node.name() in LINKS
@@ -185,10 +185,10 @@ def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:
         if normalised is None:
             return None
         g = g * normalised
-    return g.movedim(1, -1) if node.name() in CHANNELS_FIRST else g
+    return g.movedim(1, -1) if node.name() in CHANNELS_FIRST_NODES else g
 
 
-def fitted(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None:
+def fit_to_edge(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None:
     """Sum over broadcast dimensions, and cast, as nodes leave it to the engine to do."""
     if product is None or edge[0] is None or product.is_sparse:
         return product
@@ -197,29 +197,31 @@ def fitted(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None:
     return product.to(dtype)
 
 
-def dense(t: Tensor) -> Tensor:
+def to_dense(t: Tensor) -> Tensor:
     return t.to_dense() if t.is_sparse else t
 
 
-def mapped(
+def ask_each(
     ask: Callable[..., tuple[Tensor, ...]], part: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Ask for each sample; None: an operand that this backward leaves out."""
-    if len(part[0]) > FEW:  # for fewer, to set up a map takes longer
+    if len(part[0]) > MAX_LOOPED:  # for fewer, to set up a map takes longer
         with suppress(Exception):  # no rule for it
             return vmap(ask)(*part)
     each = list(zip(*(ask(*grads) for grads in zip(*part, strict=True)), strict=True))
-    return [None if column[0] is None else torch.stack(list(map(dense, column))) for column in each]
+    return [
+        None if column[0] is None else torch.stack(list(map(to_dense, column))) for column in each
+    ]
 
 
-def closed(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
+def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
     """Return a frontier node's product for all samples at the price of one call; None: no form."""
     name, edge = node.name(), node.next_functions[operand]
     if g.is_complex():  # what is saved would have to be conjugated
         return None
     if is_elementwise(node):
         product = (ELEMENTWISE.get(name) or _normalisation)(node, operand, g)
-    elif name == WRITTEN and operand == 1:
+    elif name == INDEX_PUT and operand == 1:
         product = _written(node, g)
     elif name == "AddmmBackward0" and operand == 0:
         product = g if node._saved_beta == 1 else g * node._saved_beta
@@ -245,8 +247,8 @@ def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -
     if name in COLUMNS and operand == 0 and layout == LAST:
         grads, columns = (by_sample(t, layout, n) for t in (g, node._saved_mat2))
         return grads @ columns.mT
-    if name == TABLE:
-        return looked_up(node, *(by_sample(t, layout, n) for t in (node._saved_indices, g)))
+    if name == EMBEDDING:
+        return lookup_product(node, *(by_sample(t, layout, n) for t in (node._saved_indices, g)))
     if name == CONVOLUTION:
         return _convolution(node, operand, g, layout, n)
     saved, place = ROWS.get(name, ("", -1))
@@ -286,7 +288,7 @@ def _sequence_first(rows: Tensor, g: Tensor, layout: int, n: int) -> bool:
     return layout == SEQUENCE and g.dim() == 2 and n not in (rows.shape[1], g.shape[1])
 
 
-def looked_up(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
+def lookup_product(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
     """Return a lookup's product, of each sample's ids [N, *] and gradient [N, *, D]."""
     n, count, padding = len(g), node._saved_weight_sym_argsize_0, node._saved_padding_idx
     ids, rows = ids.reshape(n, -1), g.reshape(n, -1, g.shape[-1])
@@ -295,14 +297,14 @@ def looked_up(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
     return LookedUp(ids, rows, count)
 
 
-def spread(
+def spread_over(
     node: Node, operand: int, g: Tensor, ask: Callable[[Tensor], Sequence[Tensor | None]]
 ) -> Gradients | None:
     """Return a node's product [N, *] for the gradients [N, *] of its one output, which no sample's
     rows have; None: it has no closed form. ask: the node's products for one gradient."""
     name, shape = node.name(), shape_of(*node.next_functions[operand])
     product = _turned(node, g)
-    if gives_on(node):
+    if is_passthrough(node):
         product = g.reshape(len(g), *shape)
     elif name in ELEMENTWISE and not g.is_complex():
         product = _summed(ELEMENTWISE[name](node, operand, g), shape)
@@ -317,21 +319,21 @@ def spread(
     return None if product is None else product.to(dtype_of(*node.next_functions[operand]))
 
 
-def through(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
+def take_through(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
     """Return by operand what a node makes of a weight's gradients where rows stay rows: it casts,
     reshapes or transposes the weight, or computed it row by row; None: another node, or others."""
     name = node.name()
     if isinstance(g, (Outer, Convolved)):
         if name == CAST:
             return [g.to(dtype_of(*node.next_functions[0]))]
-        if isinstance(g, Outer) and transposes(node):
+        if isinstance(g, Outer) and is_transpose(node):
             return [g.transposed()]
         g = Rowwise(g, g.shape)
     if not isinstance(g, Rowwise):
         return None
     if name in BY_ROWS and g.scale is None:
         return BY_ROWS[name](node, replace(g, of=g.of.to(accumulation_dtype(g.dtype))))
-    if name == CAST or not gives_on(node):
+    if name == CAST or not is_passthrough(node):
         return None
     return [replace(g, shape=shape_of(*e)) if e[0] else g for e in node.next_functions]
 
@@ -346,7 +348,7 @@ def by_sample(g: Tensor, layout: int, n: int) -> Tensor:
         return g.unflatten(1, (n, -1)).movedim(1, 0)
     if layout == MINOR:
         return g.unflatten(1, (-1, n)).movedim(2, 0)
-    if g.shape[0] == 1:  # as rows_of() has it
+    if g.shape[0] == 1:  # as leading_sizes() has it
         return by_sample(g[0], layout, n).unsqueeze(1)
     if layout == BATCH:
         return g.unflatten(0, (n, -1))

@@ -23,7 +23,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def sized(tree: Any) -> list[Tensor]:
+def sized_tensors_in(tree: Any) -> list[Tensor]:
     """Return the same, less nested ones, which have no sizes."""
     return [t for t in tensors_in(tree) if _has_sizes(t)]
 
@@ -48,14 +48,14 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
     return None
 
 
-def one_of_several(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
+def is_broadcast(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
     """Return True if N = 1 was read off a first tensor that is broadcast against others."""
     dim = options["batch_dim"]
-    shapes = [t.shape for t in sized(arguments) if t.dim() > dim]
+    shapes = [t.shape for t in sized_tensors_in(arguments) if t.dim() > dim]
     several = [shape for shape in shapes if shape[dim] > 1]
     if not several or options["batch_size"] is not None:
         return False
-    made = next((t.shape[dim] for t in sized(outputs) if t.dim() > dim), None)
+    made = next((t.shape[dim] for t in sized_tensors_in(outputs) if t.dim() > dim), None)
     if made == 1 or made in {shape[dim] for shape in several}:
         return made != 1
     first = shapes[0]  # the first output shows nothing: a loss alone, or samples elsewhere
@@ -75,12 +75,12 @@ def _lists_samples(argument: Any, n: int) -> bool:
     return whole or any(_lists_samples(part, n) for part in argument)
 
 
-def flattened(arguments: Any, n: int, batch_dim: int) -> bool:
+def has_flat_rows(arguments: Any, n: int, batch_dim: int) -> bool:
     """Return True if the first tensor holds flattened or packed rows, not N samples nor one."""
     args, kwargs = arguments
     if any(_lists_samples(argument, n) for argument in (*args, *kwargs.values())):
         return False
-    first = next((t for t in sized(arguments) if t.dim()), None)
+    first = next((t for t in sized_tensors_in(arguments) if t.dim()), None)
     return first is not None and size_of_batch(first, batch_dim) != n
 
 

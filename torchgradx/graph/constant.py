@@ -48,7 +48,7 @@ class Watch:
         data = [t for t in arguments if all(t is not other for other in shared)]
         # picks: data decided how many rows there are (x[mask]) and no node shows it;
         # is_constant(node, number): this output of it is known to be the same for any batch.
-        self.observer = (_C.Watch if ops.NATIVE else Mode)(
+        self.observer = (_C.Watch if ops.NATIVE else WatchMode)(
             [*constants, *shared], data, n, batch_dim
         )
 
@@ -61,7 +61,7 @@ class Watch:
         self.anchored[call] = (BATCH, SEQUENCE, None)[dim]
 
 
-class Mode(TorchDispatchMode):
+class WatchMode(TorchDispatchMode):
     """The same as csrc/record/watch.cpp, where there is no compiled extension."""
 
     supports_higher_order_operators = True

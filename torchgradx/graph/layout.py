@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..refusals import cause, refused_all
-from .rows import SILENT, Rows, digits_of, halves, weighted
-from .unpacking import answers_again, checkpointed
+from .rows import SILENT, Rows, digits_of, halves, seeded_root
+from .unpacking import can_run_twice, has_checkpoints
 
 # rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
 # one does come it is refused | [T, N K, *] | [*, N K] | [*, K N, *]
@@ -69,9 +69,9 @@ class Seeding:
         """unspent: what each backward of the graph runs under. compiled: parts may be run again."""
         self._heads, self._uses, self._n, self._unspent = heads, uses, n, unspent
         self._known = [k for k, use in enumerate(uses) if use.node is not None]
-        self._nodes = nodes = in_order(t for t, _ in heads)
+        self._nodes = nodes = nodes_in_order(t for t, _ in heads)
         self.able = bool(heads) and not any(
-            is_python(v, compiled) or not answers_again(v) for v in nodes
+            is_python(v, compiled) or not can_run_twice(v) for v in nodes
         )
         wanted = {uses[k].node for k in self._known}
         above: set[Any] = set()  # those that lead to another one that is wanted
@@ -100,7 +100,7 @@ class Seeding:
             if any(isinstance(finding.layout, str) for finding in found):
                 found = self._silenced(found, self._findings(plain, scaled, digits, LOOSE))
         except Exception as error:  # reentrant checkpointing forbids it; hooks raise what they like
-            if self._ran and checkpointed(self._nodes):  # the user's backward would fail as well
+            if self._ran and has_checkpoints(self._nodes):  # the user's backward would fail as well
                 raise refused_all("one_context", ()) from error
             return None
         return found
@@ -180,7 +180,7 @@ class Seeding:
         between = {*self._known} - {*self._last}
         handles = [self._uses[k].node.register_prehook(partial(arrive, k)) for k in between]
         try:
-            roots = [weighted(t, exponents, d) for t, d in heads or self._heads]
+            roots = [seeded_root(t, exponents, d) for t, d in heads or self._heads]
             edges = [GradientEdge(self._uses[k].node, self._uses[k].output_nr) for k in self._last]
             if not edges:
                 return found
@@ -231,7 +231,9 @@ class Seeding:
             for k in group:
                 live, *fit = islice(answers, flags.shape[1])
                 finding = self._finding(self._owners(k), live, fit, plain[k].half)
-                fixed = from_sizes(self._uses[k].leads, self._n) == finding.layout is not None
+                fixed = (
+                    layout_from_sizes(self._uses[k].leads, self._n) == finding.layout is not None
+                )
                 found[k] = replace(finding, sure=finding.sure or fixed)
         return found
 
@@ -326,7 +328,7 @@ def heads_of(
     return heads, others
 
 
-def in_order(outputs: Iterable[Tensor]) -> list[Any]:
+def nodes_in_order(outputs: Iterable[Tensor]) -> list[Any]:
     """Return the graph's nodes below these, each before those it is made of."""
     order: list[Any] = []
     todo: list[tuple[Any, bool]] = [(t.grad_fn, False) for t in outputs]
@@ -370,7 +372,7 @@ def owners(
     return found
 
 
-def from_sizes(leads: Sequence[int], n: int) -> int | None:
+def layout_from_sizes(leads: Sequence[int], n: int) -> int | None:
     """Return the layout, if one dimension alone has size N and no other hides the samples."""
     first, *rest = leads or [1]
     if n == 1:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
-from .constant import Mode
+from .constant import WatchMode
 
 SEVERAL = torch._C._dispatch_key_parse("VmapMode")  # by name at each call it takes longer
 
 
-def several_at_once() -> bool:
+def in_batched_backward() -> bool:
     """Return True inside a backward of is_grads_batched=True: its gradients are nobody's .grad."""
     return bool(torch._C._dispatch_tls_is_dispatch_key_included(SEVERAL))
 
@@ -28,7 +28,7 @@ def without_user_modes() -> AbstractContextManager[None]:
 @contextmanager
 def _off() -> Iterator[None]:
     taken: list[Any] = []
-    while not isinstance(mode := _get_current_dispatch_mode(), (Mode, type(None))):
+    while not isinstance(mode := _get_current_dispatch_mode(), (WatchMode, type(None))):
         if hasattr(mode, "_mode_key"):  # fake tensors, tracing: nothing runs without
             break
         taken.append(_pop_mode())

@@ -92,7 +92,7 @@ class Graph:
         return visited
 
 
-def below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
+def nodes_below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
     """Return these nodes and all that they lead to, less the parameters and what is `until`."""
     found = [node for node in dict.fromkeys(starts) if node not in until]
     visited = {*found, *until}
@@ -104,7 +104,7 @@ def below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[N
     return found
 
 
-def coarsest(ends: Iterable[Node], operands: Iterable[Tensor]) -> float:
+def coarsest_eps(ends: Iterable[Node], operands: Iterable[Tensor]) -> float:
     """Return the largest rounding unit of gradients between ends and what they are made from."""
     visited = {t.grad_fn for t in operands}
     found = [node for node in ends if node not in visited]
@@ -149,6 +149,6 @@ def dtype_of(node: Node, number: int) -> torch.dtype:
     return dtype
 
 
-def signed(value: int) -> int:
+def to_signed(value: int) -> int:
     """Return a number that a node saved: it shows negative ones as unsigned."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import in_order
-from .nodes import Node, is_leaf, shape_of, signed
+from .layout import nodes_in_order
+from .nodes import Node, is_leaf, shape_of, to_signed
 
-Shape = Sequence[int]
+Sizes = Sequence[int]
 Outs = dict[int, "Owned"]  # by output of a node
-ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")
+BROADCASTING = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")
 FAINT = -1e4  # what is added to the scores of a pair that attention leaves out is less
 # the operand that has the rows of what a product makes
-PRODUCTS = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0, "LinearBackward0": 0,
+ROWS_OPERAND = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0, "LinearBackward0": 0,
             "GroupedMmBackward0": 0, "MmBackward0": 0, "torchgradx::LayerBackward": 0}  # fmt: skip
 
 
@@ -39,7 +39,7 @@ class Owned:
 
 
 def owners_below(
-    outputs: Iterable[Tensor], heads: dict[tuple[Node, int], Owned], n: int, grid: Shape
+    outputs: Iterable[Tensor], heads: dict[tuple[Node, int], Owned], n: int, grid: Sizes
 ) -> tuple[dict[tuple[Node, int], Owned], set[str], list[Tensor]]:
     """Return owners by node and output, the names of the graph's nodes, the first attention's mask.
 
@@ -49,7 +49,7 @@ def owners_below(
     walk.found.update(heads)
     names: set[str] = set()
     masks: list[Tensor] = []
-    for node in in_order(outputs):
+    for node in nodes_in_order(outputs):
         name = node.name()
         if name.startswith("ScaledDotProduct"):
             mask = mask_of(node)
@@ -66,7 +66,7 @@ def owners_within(
     rows: Tensor,
     nodes: Iterable[Node],
     n: int,
-    grid: Shape,
+    grid: Sizes,
     only: Mapping[Node, int],
 ) -> dict[tuple[Node, int], Owned]:
     """Return owners by node and output among the nodes below an output of these rows [*grid].
@@ -80,7 +80,7 @@ def owners_within(
     return walk.found
 
 
-def fitted(owned: Owned, shape: Shape, rows: Shape) -> Tensor | None:
+def owners_by(owned: Owned, shape: Sizes, rows: Sizes) -> Tensor | None:
     """Return owners of an output [*shape] by rows [*rows], which are not fewer; or None."""
     length, count = len(owned.owners), prod(rows)
     if length == count:
@@ -89,19 +89,19 @@ def fitted(owned: Owned, shape: Shape, rows: Shape) -> Tensor | None:
     return owned.owners.repeat_interleave(count // length) if finer else None
 
 
-def _products(shape: Shape) -> list[int]:
+def _products(shape: Sizes) -> list[int]:
     found = [1]
     for size in shape:
         found.append(found[-1] * size)
     return found
 
 
-def _dims(shape: Shape, length: int) -> int:
+def _dims(shape: Sizes, length: int) -> int:
     """Return how many leading dimensions have so many rows; -1: none."""
     return next((k for k, rows in enumerate(_products(shape)) if rows == length), -1)
 
 
-def saved(node: Node, key: str) -> Any:
+def saved_value(node: Node, key: str) -> Any:
     """Return what a node saved; None where hooks keep it, or where it is not there."""
     raw = getattr(node, f"_raw_saved_{key}", None)
     several = raw if isinstance(raw, (list, tuple)) else [raw]
@@ -112,7 +112,7 @@ def saved(node: Node, key: str) -> Any:
 
 def mask_of(node: Node) -> Tensor | None:
     """Return the mask of a node of scaled dot-product attention."""
-    masks = (saved(node, key) for key in ("attn_mask", "attn_bias"))
+    masks = (saved_value(node, key) for key in ("attn_mask", "attn_bias"))
     return next((mask for mask in masks if mask is not None), None)
 
 
@@ -141,7 +141,7 @@ class _Walk:
         if not outs:
             return
         name = node.name()
-        rule = RULES.get(name, _Walk.kept)
+        rule = OWNER_RULES.get(name, _Walk.kept)
         for operand, (child, number) in enumerate(node.next_functions):
             if child is None or is_leaf(child) or not self._goes_on(node, name, operand):
                 continue
@@ -151,12 +151,12 @@ class _Walk:
                 self._merge((child, number), shape, Owned(owned.owners, path, owned.flags))
 
     def _goes_on(self, node: Node, name: str, operand: int) -> bool:
-        only = self._only.get(node, PRODUCTS.get(name))
+        only = self._only.get(node, ROWS_OPERAND.get(name))
         if only is None or operand == only:
             return True
         return name == "MmBackward0" and node.next_functions[0][0] is None  # by a matrix of data
 
-    def _merge(self, key: tuple[Node, int], shape: Shape, new: Owned) -> None:
+    def _merge(self, key: tuple[Node, int], shape: Sizes, new: Owned) -> None:
         old = self.found.get(key)
         if old is None or old.owners is new.owners:
             flags = new.flags if old is None else tuple(dict.fromkeys((*old.flags, *new.flags)))
@@ -164,7 +164,7 @@ class _Walk:
             return
         longest = max(len(old.owners), len(new.owners))
         rows = shape[: max(0, _dims(shape, longest))]
-        a, b = fitted(old, shape, rows), fitted(new, shape, rows)
+        a, b = owners_by(old, shape, rows), owners_by(new, shape, rows)
         if a is None or b is None:
             return
         flag = ((a != b) & (a != self.n) & (b != self.n)).any()
@@ -172,9 +172,9 @@ class _Walk:
 
     # Rules: owners of an operand [*shape], from those of a node's outputs
 
-    def kept(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+    def kept(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         """Yield the owners of what the node makes, some of them broadcast perhaps."""
-        elementwise = node.name().startswith(ELEMENTWISE) or node.name() == "ExpandBackward0"
+        elementwise = node.name().startswith(BROADCASTING) or node.name() == "ExpandBackward0"
         for number, out in outs.items():
             made, length = shape_of(node, number), len(out.owners)
             padded = list(shape)
@@ -187,13 +187,13 @@ class _Walk:
                 yield self._narrowed(out, made[:dims], padded)
             elif not elementwise and dims >= 0:
                 finer = [p for p in _products(shape) if p % length == 0 and p in _products(made)]
-                rows = fitted(out, made, made[: _dims(made, finer[0])]) if finer else None
+                rows = owners_by(out, made, made[: _dims(made, finer[0])]) if finer else None
                 if rows is not None:
                     yield Owned(rows, out.path, out.flags)
                 elif dims > 1 and length // made[dims - 1] in _products(shape):
                     yield self._narrowed(out, made[:dims], [*made[: dims - 1], 1])
 
-    def _narrowed(self, out: Owned, rows: Shape, padded: Shape) -> Owned:
+    def _narrowed(self, out: Owned, rows: Sizes, padded: Sizes) -> Owned:
         """Return owners of what was broadcast: of the one sample that all rows are of."""
         owners, flags = out.owners.view(list(rows)), out.flags
         for dim, size in enumerate(rows):
@@ -203,7 +203,7 @@ class _Walk:
                 owners = least
         return Owned(owners.flatten(), out.path, flags)
 
-    def _on_rows(self, out: Owned, made: Shape, dim: int) -> Tensor | None:
+    def _on_rows(self, out: Owned, made: Sizes, dim: int) -> Tensor | None:
         """Return owners [*made[:k]], dim < k, where a dimension counts rows; None: it is one
         of features, along which nothing moves between samples."""
         dims = _dims(made, len(out.owners))
@@ -212,16 +212,16 @@ class _Walk:
         rows = dim + 1 if dim == 0 or tuple(made[: len(self._grid)]) == self._grid else 0
         if rows <= dim or dim >= max(1, len(self._grid)):
             return None
-        owners = fitted(out, made, made[:rows])
+        owners = owners_by(out, made, made[:rows])
         return None if owners is None else owners.view(list(made[:rows]))
 
-    def _dim(self, node: Node, shape: Shape, key: str = "dim") -> int:
-        return signed(getattr(node, f"_saved_{key}")) % max(1, len(shape))
+    def _dim(self, node: Node, shape: Sizes, key: str = "dim") -> int:
+        return to_signed(getattr(node, f"_saved_{key}")) % max(1, len(shape))
 
-    def turned(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+    def turned(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         for out in outs.values():
             if node.name() == "PermuteBackward0":
-                order = [signed(d) % len(shape) for d in node._saved_dims]
+                order = [to_signed(d) % len(shape) for d in node._saved_dims]
             else:
                 order = list(range(len(shape)))
                 a, b = (self._dim(node, shape, key) for key in ("dim0", "dim1"))
@@ -237,7 +237,7 @@ class _Walk:
                 owners = out.owners.view(made[:dims]).permute(back).flatten()
                 yield Owned(owners, out.path, out.flags)
 
-    def viewed(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+    def viewed(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         """Yield owners of an operand whose parts are outputs; what is left out is of no sample."""
         dim, start = self._dim(node, shape), 0
         rows: Tensor | None = None
@@ -264,7 +264,7 @@ class _Walk:
         if rows is not None:
             yield Owned(rows.flatten(), next(iter(outs.values())).path, flags)
 
-    def joined(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+    def joined(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         out, made = outs[0], shape_of(node, 0)
         dim, dims = self._dim(node, made), _dims(made, len(out.owners))
         if dims <= dim:
@@ -284,7 +284,7 @@ class _Walk:
             part = owners.narrow(dim, start, shape[dim])
         yield Owned(part.flatten(), out.path, out.flags)
 
-    def taken(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+    def taken(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         """Yield owners of rows that are taken by index: each is of the sample it was taken for."""
         out, made = outs[0], shape_of(node, 0)
         places = self._places(node, shape)
@@ -294,14 +294,14 @@ class _Walk:
         if dims < 0:
             yield out  # along features
             return
-        owners = fitted(out, made, made[:dims])
+        owners = owners_by(out, made, made[:dims])
         if owners is None or len(owners) != len(index):
             return
         rows = owners.new_full([count], self.n).scatter_reduce_(0, index, owners, "amin")
         mixed = ((rows[index] != owners) & (owners != self.n)).any()
         yield Owned(rows, out.path, (*out.flags, *flags, mixed))
 
-    def put(self, node: Node, outs: Outs, operand: int, shape: Shape) -> Iterator[Owned]:
+    def put(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         """Yield owners of rows that are put by index: each is of the sample of its new place."""
         out, made = outs[0], shape_of(node, 0)
         if operand == 0:
@@ -314,18 +314,18 @@ class _Walk:
         if dims < 0:
             yield out
             return
-        owners = fitted(out, made, made[: _dims(made, count)])
+        owners = owners_by(out, made, made[: _dims(made, count)])
         if owners is not None and len(owners) == count and len(index) in _products(shape):
             yield Owned(owners[index], out.path, (*out.flags, *flags))
 
     def _places(
-        self, node: Node, shape: Shape
+        self, node: Node, shape: Sizes
     ) -> tuple[Tensor, int, int, tuple[Tensor, ...]] | None:
         """Return rows of a tensor [*shape] that a node's indices name; the tensor's rows; as how
         many leading dimensions these are taken (or put), -1 where none is of rows; flags."""
         if hasattr(node, "_saved_indices"):
-            return self._by_indices(saved(node, "indices"), shape)
-        dim, index = self._dim(node, shape), saved(node, "index")
+            return self._by_indices(saved_value(node, "indices"), shape)
+        dim, index = self._dim(node, shape), saved_value(node, "index")
         if index is None:
             return None
         if dim >= max(1, len(self._grid)) or (dim == 1 and tuple(shape[:2]) != self._grid):
@@ -342,7 +342,7 @@ class _Walk:
         return (lines + index % max(1, shape[1])).flatten(), shape[0] * shape[1], 2, flags
 
     def _by_indices(
-        self, indices: Any, shape: Shape
+        self, indices: Any, shape: Sizes
     ) -> tuple[Tensor, int, int, tuple[Tensor, ...]] | None:
         if indices is None:
             return None
@@ -376,15 +376,15 @@ def _along(node: Node, start: int, size: int, whole: int) -> Tensor:
     """
     step = 1
     if node.name() == "SelectBackward0":
-        start = signed(node._saved_index) % whole
+        start = to_signed(node._saved_index) % whole
     elif node.name() == "SliceBackward0":
-        start, step = signed(node._saved_start), node._saved_step
+        start, step = to_signed(node._saved_start), node._saved_step
         start = max(0, start + whole if start < 0 else start)
     return torch.arange(start, start + size * step, step)
 
 
-Rule = Callable[[_Walk, Node, Outs, int, Shape], Iterator[Owned]]
-RULES: dict[str, Rule] = {
+OwnerRule = Callable[[_Walk, Node, Outs, int, Sizes], Iterator[Owned]]
+OWNER_RULES: dict[str, OwnerRule] = {
     f"{name}Backward0": rule
     for rule, names in {
         _Walk.turned: ("Transpose", "Permute"),
@@ -396,4 +396,5 @@ RULES: dict[str, Rule] = {
     }.items()
     for name in names
 }  # fmt: skip
-MAPPING = {name for name, rule in RULES.items() if rule in (_Walk.taken, _Walk.put)}  # by index
+# Nodes that move rows by index
+MAPPING = {name for name, rule in OWNER_RULES.items() if rule in (_Walk.taken, _Walk.put)}

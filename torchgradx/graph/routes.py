@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .nodes import Node, below, is_leaf, shape_of, signed
+from .nodes import Node, is_leaf, nodes_below, shape_of, to_signed
 
 if ops.NATIVE:
     from .. import _C
@@ -27,7 +27,7 @@ PUTS = {f"{name}Backward0" for name in (
     "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl", "IndexReduce", "MaskedScatter", "Put",
     "Scatter", "ScatterAdd", "ScatterReduce",
 )}  # fmt: skip
-SAVED = ("index", "indices", "mask", "result1")
+INDEX_NAMES = ("index", "indices", "mask", "result1")
 ENDS = {"EmbeddingBagBackward0": ("offsets",), "SegmentReduceBackward0": ("lengths", "offsets")}
 TURNS = {"CloneBackward0", "PermuteBackward0", "TBackward0", "ToCopyBackward0",
          "TransposeBackward0"}  # fmt: skip
@@ -45,7 +45,7 @@ ALL = {"MaskedScatterBackward0", "MaskedSelectBackward0", "PackPaddedSequenceBac
        "PutBackward0", "TakeBackward0"}  # whatever the dimension  # fmt: skip
 
 
-def routes(outputs: Iterable[Tensor], n: int, by_row: Mapping[Node, Any]) -> list[Any]:
+def routes_of(outputs: Iterable[Tensor], n: int, by_row: Mapping[Node, Any]) -> list[Any]:
     """Return what this graph's batch chose; empty: nothing. None in it: it was not seen.
 
     by_row: nodes by which each sample's rows stay its own, whatever was chosen, and what they are
@@ -53,7 +53,7 @@ def routes(outputs: Iterable[Tensor], n: int, by_row: Mapping[Node, Any]) -> lis
     """
     found: list[Any] = []
     chosen, kept = False, set()
-    for node in below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
+    for node in nodes_below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
         name = node.name()
         if node in by_row:
             kept.add(f"by row in {by_row[node]}")
@@ -79,7 +79,7 @@ def routes(outputs: Iterable[Tensor], n: int, by_row: Mapping[Node, Any]) -> lis
     return [*sorted(kept), *(found if chosen else ())]
 
 
-def alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def same_routes(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(_same, one, other))
 
 
@@ -101,7 +101,7 @@ def _joins_samples(node: Node, n: int) -> bool:
 
 def _dim(node: Node) -> int:
     """Return the dimension that a node works along."""
-    return signed(getattr(node, "_saved_dim", 0))
+    return to_signed(getattr(node, "_saved_dim", 0))
 
 
 def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
@@ -113,7 +113,7 @@ def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
         shape = shape_of(*operand)
     else:
         shape = shape_of(node, 0)
-    key = next(key for key in SAVED if hasattr(type(node), f"_raw_saved_{key}"))
+    key = next(key for key in INDEX_NAMES if hasattr(type(node), f"_raw_saved_{key}"))
     raw = getattr(node, f"_raw_saved_{key}")
     raw = [*raw] if isinstance(raw, (list, tuple)) else [raw]
     dim = _dim(node) % max(1, len(shape))

@@ -17,7 +17,7 @@ from torch import Tensor
 SILENT = -10000  # an exponent: the seed is zero
 
 
-def weighted(t: Tensor, exponents: Tensor, dim: int | Tensor) -> Tensor:
+def seeded_root(t: Tensor, exponents: Tensor, dim: int | Tensor) -> Tensor:
     """Return a number whose gradient by `t` is random, that of sample n times 2^exponents[n]; a
     Tensor says of which sample each leading row is, the last one being of none, and zero."""
     generator = torch.Generator(t.device).manual_seed(t.numel())

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from .layout import Watched, from_sizes
+from .layout import Watched, layout_from_sizes
 from .nodes import Graph, Node, Shape, shape_of
 
 RESHAPES = {"ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"}
 
 
-def rows_of(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
+def leading_sizes(shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     """Return the dimensions that may hold samples: the first two that are not a leading 1."""
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
@@ -28,15 +28,17 @@ def look_of(shape: Sequence[int], n: int) -> tuple[Any, ...]:
     return ones, whole, *(size == n for size in shape)
 
 
-def from_views(graph: Graph, node: Node, number: int, leads: Sequence[int], n: int) -> int | None:
+def layout_from_views(
+    graph: Graph, node: Node, number: int, leads: Sequence[int], n: int
+) -> int | None:
     """Return the layout of an output's rows, from its sizes and its views', if in no doubt."""
     return _in_no_doubt(leads, _views(graph, node, number) if n > 1 else [], n)
 
 
-def of_sizes(graph: Graph, use: Watched, n: int) -> int | None:
+def layout_of_node(graph: Graph, use: Watched, n: int) -> int | None:
     """Return that of any node's output, whose last dimensions may be as many by themselves."""
     views, shape = _views(graph, use.node, use.output_nr), shape_of(use.node, use.output_nr)
-    if shape.count(n) > (from_sizes(use.leads, n) is not None):
+    if shape.count(n) > (layout_from_sizes(use.leads, n) is not None):
         return None
     return None if any(view.count(n) > 1 for view in views) else _in_no_doubt(use.leads, views, n)
 
@@ -48,7 +50,7 @@ def _in_no_doubt(leads: Sequence[int], views: Sequence[Shape], n: int) -> int | 
         rows.append(next((cut for cut in cuts if prod(cut) == prod(leads)), ()))
     if n > 1 and any(sizes.count(n) > 1 for sizes in rows):
         return None
-    found = {from_sizes(sizes, n) for sizes in rows} - {None}
+    found = {layout_from_sizes(sizes, n) for sizes in rows} - {None}
     return found.pop() if len(found) == 1 else None
 
 

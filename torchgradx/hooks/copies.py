@@ -81,13 +81,13 @@ for _name, _value in {
     setattr(Hook._outside, _name, _value)
 
 
-def keep_out(kind: type) -> None:
+def exclude_from_copies(kind: type) -> None:
     """While any probe has hooks on modules of this class; nothing is added to the modules."""
     _kept_out[kind] += 1
     copyreg.dispatch_table.setdefault(kind, _reduce)
 
 
-def let_in(kind: type) -> None:
+def include_in_copies(kind: type) -> None:
     _kept_out[kind] -= 1
     if not _kept_out[kind] and copyreg.dispatch_table.get(kind) is _reduce:
         del copyreg.dispatch_table[kind]
@@ -131,7 +131,7 @@ class _Theirs(OrderedDict[int, Any]):
         return OrderedDict, (list(self.items()),)
 
 
-def swapped(
+def make_subclass(
     stock: type[nn.Module],
     forward_of: Callable[..., Any],
     sites: dict[int, Any],

@@ -15,16 +15,16 @@ from .copies import untraced
 at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the current backward
 
 
-def executes(node: Any) -> bool:
+def will_execute(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # autograd.grad, which only captures: no .grad receives anything
         return False
 
 
-def receives(parameter: Tensor) -> bool:
+def receives_grad(parameter: Tensor) -> bool:
     """Return True if this backward adds to a parameter's .grad."""
-    return executes(torch.autograd.graph.get_gradient_edge(parameter).node)
+    return will_execute(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 def put_gate(recorder: Any, place: int, node: Any, p: Tensor) -> None:

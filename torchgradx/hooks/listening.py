@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import ops
 
 
-class Listening:
+class ParameterHooks:
     def __init__(self) -> None:
         self._handles: list[Any] = []
         self.tensors: dict[int, Tensor] = {}  # by id: where our hooks are, or what they left
@@ -37,11 +37,11 @@ class Listening:
 
     def leave(self) -> None:
         """Remove what is left, where nobody listens any more and no backward runs."""
-        if self.tensors and not self._handles and forget(self.tensors.values()):
+        if self.tensors and not self._handles and drop_empty_tables(self.tensors.values()):
             self.tensors = {}
 
 
-def others(hooks: Any) -> bool:
+def has_user_hooks(hooks: Any) -> bool:
     """Return True if a tensor's hooks are not all ours."""
     for hook in hooks.values() if hooks else ():
         if not isinstance(hook, partial) or not hook.func.__module__.startswith("torchgradx."):
@@ -49,7 +49,7 @@ def others(hooks: Any) -> bool:
     return False
 
 
-def forget(where: Iterable[Tensor]) -> bool:
+def drop_empty_tables(where: Iterable[Tensor]) -> bool:
     """Remove the emptied tables of hooks that were taken away: each backward would take Python's
     lock to look into them. False: a backward of some other thread may be looking, now."""
     if not ops.NATIVE:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..probe import Probe
 
+MODEL = ""  # the name of norms that are of the whole model
+
 
 def norms_of(value: Any) -> Tensor:
     """Return norms [N]: those of a probe's record, or those of a Tensor, an array or a sequence."""

@@ -18,7 +18,7 @@ from torch.utils.data import Subset, TensorDataset
 from ..kept import random_state_kept
 from .pool import Pool
 
-PLAIN = (int, float, str, bytes, bool, np.generic, type(None))
+VALUE_KINDS = (int, float, str, bytes, bool, np.generic, type(None))
 SAMPLES = 8  # of a dataset that are looked at, spread over it
 
 
@@ -45,7 +45,7 @@ def of_model(model: nn.Module, modes: bool = False) -> str:
         (name, value)
         for module in model.modules()
         for name, value in sorted(vars(module).items())
-        if isinstance(value, PLAIN) and (modes or name != "training")
+        if isinstance(value, VALUE_KINDS) and (modes or name != "training")
     ]
     tensors = [*model.named_parameters(), *model.named_buffers()]
     trained = [parameter.requires_grad for parameter in model.parameters()]
@@ -88,7 +88,7 @@ def of_function(function: Any) -> str:
     if isinstance(function, functools.partial):
         return f"{of_function(function.func)} {of_values(function.args, repr(function.keywords))}"
     owner = function.__self__ if inspect.ismethod(function) else function
-    plain = {k: v for k, v in getattr(owner, "__dict__", {}).items() if isinstance(v, PLAIN)}
+    plain = {k: v for k, v in getattr(owner, "__dict__", {}).items() if isinstance(v, VALUE_KINDS)}
     named: Any = function if hasattr(function, "__qualname__") else type(function)
     try:
         source = inspect.getsource(named)

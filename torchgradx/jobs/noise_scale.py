@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from ..options import check_per
 from ..probe import Probe
-from .arguments import norms_of
+from .arguments import MODEL, norms_of
 from .ranks import Ranks, running
 
-MODEL = ""  # the name of the one group of per="model"
 SPANS = np.array([1 / 6, 1 / 3])  # of the two averages, as parts of the steps so far
 LONGEST = np.array([100.0, 200.0])  # steps
 STEEPEST = 4.0  # ratio of the two averages

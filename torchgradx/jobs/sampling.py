@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, Sampler
 
 from .arguments import indices_of, norms_of
 
-Indices = Any  # a Tensor, an array or a sequence of ints
+SamplerIndices = Any  # a Tensor, an array or a sequence of ints
 
 
 class IndexedDataset(Dataset[Any]):
@@ -127,7 +127,7 @@ class ImportanceSampler(Sampler[int]):
         """[N] float64: of the draws of the iteration that goes on (before the first: its own)."""
         return self._p.clone()
 
-    def weights(self, indices: Indices) -> Tensor:
+    def weights(self, indices: SamplerIndices) -> Tensor:
         """[B] float32, on the device of `indices`: 1 / (N p), for samples that were drawn.
 
         mean(weights * losses) over a batch has the mean loss over the dataset as its expectation.
@@ -136,7 +136,7 @@ class ImportanceSampler(Sampler[int]):
         weights = (1 / (self.size * self._p[where])).float()
         return weights.to(indices.device) if isinstance(indices, Tensor) else weights
 
-    def update(self, indices: Indices, norms: Any) -> None:
+    def update(self, indices: SamplerIndices, norms: Any) -> None:
         """Note the norms [B] of a batch's own gradients, once a batch: state_dict counts by them.
 
         `norms` may be the probe, if `probe.loss_scale` is set to the weights before the forward.

@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from ..proof.segments import rows_of
+from ..proof.segments import sample_rows
 from ..scoring import arguments_of
-
-Indices = NDArray[np.int64]
+from .pool import Indices
 
 
 def items_of(
@@ -22,7 +20,7 @@ def items_of(
 
     items: those of the batch. A sample without rows is left out, unless each item is a sample.
     """
-    rows = rows_of({"batch_size": None, **options}, *arguments_of(inputs))
+    rows = sample_rows({"batch_size": None, **options}, *arguments_of(inputs))
     assert rows is not None
     ids, n, each = rows[0].cpu(), rows[1], np.arange(rows[1])
     grid = ids.dim() == 2

@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..probe import Probe
-from .arguments import indices_of, norms_of
-
-MODEL = ""  # the name of norms that are of the whole model
+from .arguments import MODEL, indices_of, norms_of
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from ..hooks.copies import stock_of
 
 # Never called: their parameters are their owner's.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
-PLAIN = {bool, bytes, complex, float, int, str, type(None), torch.device, torch.dtype}
-FEW = 64
-OWN = set(vars(nn.Module()))  # what torch keeps in every module
+VALUE_TYPES = {bool, bytes, complex, float, int, str, type(None), torch.device, torch.dtype}
+MAX_PARTS = 64
+MODULE_STATE = set(vars(nn.Module()))  # what torch keeps in every module
 RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell)
 
 
@@ -45,7 +45,11 @@ def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
 def build_of(model: nn.Module) -> tuple[Any, ...]:
     """Return what a forward may depend on beside tensors: the modules, and their attributes."""
     return tuple(
-        (name, stock_of(type(m)), *((k, _same(v)) for k, v in vars(m).items() if k not in OWN))
+        (
+            name,
+            stock_of(type(m)),
+            *((k, _same(v)) for k, v in vars(m).items() if k not in MODULE_STATE),
+        )
         for name, m in model.named_modules(remove_duplicate=False)
     )
 
@@ -54,9 +58,9 @@ def _same(value: Any, depth: int = 3) -> Any:
     """Return an object that equals that of the same object, or of the same plain value, alone."""
     if isinstance(value, Tensor):
         return Tensor
-    if type(value) in PLAIN:
+    if type(value) in VALUE_TYPES:
         return value
-    if type(value) in (dict, list, tuple) and len(value) <= FEW and depth:
+    if type(value) in (dict, list, tuple) and len(value) <= MAX_PARTS and depth:
         parts = value.items() if isinstance(value, dict) else value
         return tuple(_same(part, depth - 1) for part in parts)
     try:
@@ -65,7 +69,7 @@ def _same(value: Any, depth: int = 3) -> Any:
         return id(value)
 
 
-def opaque(module: nn.Module) -> bool:
+def is_opaque(module: nn.Module) -> bool:
     """Return True if a module uses its children's parameters without calling the children."""
     return isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module)
 
@@ -77,7 +81,7 @@ def own_names(module: nn.Module) -> list[str]:
     layer's: a module that runs again would count it a second time. What the module itself does with
     it is then beyond the recorded uses, and refused when it is read.
     """
-    if opaque(module):
+    if is_opaque(module):
         return [name for name, _ in module.named_parameters(remove_duplicate=False)]
     called = [child for child in module.children() if not isinstance(child, CONTAINERS)]
     below = {id(p) for child in called for p in child.parameters()}
@@ -107,7 +111,7 @@ def modules_in_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
-        if opaque(module):
+        if is_opaque(module):
             inside += (f"{name}." if name else "",)
         if not isinstance(module, CONTAINERS):
             yield name, module

@@ -13,22 +13,21 @@ from math import prod
 from operator import gt, mul
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from .. import ops
+from .._check import DTYPES
 from ..hooks.copies import stock_of
-from ..plan.cost import Plan, Problem, plan
+from ..plan.cost import AlgorithmPlan, Problem, plan
 from ..plan.gpu import Gpu
 from . import attention
 
 if ops.NATIVE:
     from .. import _C
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-WHOLE = (0, 0, 1)
-LATEST = 2  # plans that explain() shows: lengths may never repeat
+ALL_ROWS = (0, 0, 1)
+MAX_PLANS = 2  # plans that explain() shows: lengths may never repeat
 
 
 @dataclass
@@ -55,10 +54,12 @@ class Layer:
     depth: tuple[int, ...] = ()  # of the first of three: kernel, stride, padding, dilation
     transposed: bool = False
     role: str = ""  # of one among several layers that a module is
-    weight_rows: tuple[int, int, int] = WHOLE  # those before, those after, and in how many parts
-    bias_rows: tuple[int, int, int] = WHOLE
+    weight_rows: tuple[int, int, int] = ALL_ROWS  # those before, those after, and in how many parts
+    bias_rows: tuple[int, int, int] = ALL_ROWS
     constants: dict[str, Any] = field(default_factory=dict)  # of other layers
-    plans: dict[tuple[int, int], Plan] = field(default_factory=dict)  # the latest, by (N, T)
+    plans: dict[tuple[int, int], AlgorithmPlan] = field(
+        default_factory=dict
+    )  # the latest, by (N, T)
     notes: dict[str, str | None] = field(default_factory=dict)  # how it was served, and more of it
 
     def plan(
@@ -69,7 +70,7 @@ class Layer:
         weight_grad: bool,
         forced: str | None,
         device: Gpu | None = None,
-    ) -> Plan:
+    ) -> AlgorithmPlan:
         problem = Problem(
             layer="conv2d" if self.kernel_size else "linear",
             n=n,
@@ -85,7 +86,7 @@ class Layer:
         if forced == "direct" and weight_grad:
             forced = "fused"
         self.plans[n, t] = chosen = plan(problem, forced)
-        while len(self.plans) > LATEST:
+        while len(self.plans) > MAX_PLANS:
             self.plans.pop(next(iter(self.plans)), None)
         return chosen
 

@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import ops
 from ..graph.layout import BATCH, SEQUENCE
 from ..refusals import refused_all
-from ..sharding import FSDP, gathers, pairs
-from .modules import modules_in_order, opaque, own_names, recurrent_weights
+from ..sharding import FSDP, communicates, parts_and_wholes
+from .modules import is_opaque, modules_in_order, own_names, recurrent_weights
 from .rules import Layer, rule_of
 
 if TYPE_CHECKING:
@@ -78,17 +78,17 @@ class Parameters:
         """Return the same, of what fully_shard brings together the part that is kept."""
         if FSDP not in sys.modules:
             return self.tensors()
-        kept = {id(whole): part for part, whole in pairs(self._modules)}
+        kept = {id(whole): part for part, whole in parts_and_wholes(self._modules)}
         return [kept.get(id(p), p) for p in self.tensors()] if kept else self.tensors()
 
     def wholes(self) -> list[Tensor]:
         """Return the same, as forwards have computed with them."""
-        found = {id(part): whole for part, whole in pairs(self._modules)}
+        found = {id(part): whole for part, whole in parts_and_wholes(self._modules)}
         return [found.get(id(p), p) for p in self.tensors()] if found else self.tensors()
 
     def gathered(self) -> bool:
         """Return True if a backward gathers parameters from several processes."""
-        return FSDP in sys.modules and gathers(self._modules)
+        return FSDP in sys.modules and communicates(self._modules)
 
     def regime(self) -> tuple[Any, ...]:
         """Return modes, hooks that add or hide graph nodes, and what is trained."""
@@ -193,7 +193,7 @@ def _runs_natively(module: nn.Module, backend: str) -> bool:
 
 def _through_time(module: nn.Module) -> bool:
     on_cpu = all(p.device.type == "cpu" for p in module.parameters(False))
-    return on_cpu and not opaque(module)
+    return on_cpu and not is_opaque(module)
 
 
 def owns_backward(options: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Which algorithm, and why: integers in, a printable Plan out; no tensors, nothing is run.
+"""Which algorithm, and why: integers in, a printable AlgorithmPlan out; no tensors, nothing is run.
 
 Problem -> ALGORITHMS that do not refuse -> least seconds under the device model -> Plan
 
@@ -71,7 +71,7 @@ RATES: dict[str, dict[str, Rates]] = {
 
 
 # A call of an operator, whatever it does: 3 us for linear_fused against 8 for rank1, mm and sum.
-CALL = 2.5e-6
+CALL_SECONDS = 2.5e-6
 
 
 def _operands(p: Problem) -> int:
@@ -100,10 +100,12 @@ def _direct(p: Problem) -> Cost:
 NORMS = {"rank1": _rank1, "gram": _gram, "direct": _direct}
 ALGORITHMS = (*NORMS, "fused")
 
-Parts = tuple[tuple[str, Cost], ...]  # what an algorithm consists of, by the rates that it runs at
+CostParts = tuple[
+    tuple[str, Cost], ...
+]  # what an algorithm consists of, by the rates that it runs at
 
 
-def parts_of(p: Problem, algorithm: str) -> Parts:
+def parts_of(p: Problem, algorithm: str) -> CostParts:
     """Return the norms' part, and the wanted weight gradient: the framework's but for fused.
 
     fused makes the gradient in tiles that it squares as well; or takes a Gram or rank1 for small T.
@@ -121,16 +123,16 @@ def cost_of(p: Problem, algorithm: str) -> Cost:
     return sum((cost for _, cost in parts_of(p, algorithm)), Cost(0, 0))
 
 
-def _seconds(p: Problem, parts: Parts) -> float:
+def _seconds(p: Problem, parts: CostParts) -> float:
     rates = RATES[p.layer]
     return sum(c.flop / rates[name].flop + c.bytes / rates[name].bytes for name, c in parts)
 
 
 def seconds(p: Problem, algorithm: str) -> float:
     if p.device:
-        return gpu.seconds(p, algorithm)
+        return gpu.seconds_on_gpu(p, algorithm)
     beside = p.weight_grad and algorithm != "fused"
-    return _seconds(p, parts_of(p, algorithm)) + CALL * (3 if beside else 1)
+    return _seconds(p, parts_of(p, algorithm)) + CALL_SECONDS * (3 if beside else 1)
 
 
 def refusal(p: Problem, algorithm: str) -> str:
@@ -143,7 +145,7 @@ def refusal(p: Problem, algorithm: str) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AlgorithmPlan:
     """The choice, what it takes, and what else there was."""
 
     algorithm: str
@@ -184,7 +186,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def make_plan(problem: Problem, algorithm: str | None = None) -> Plan:
+def make_plan(problem: Problem, algorithm: str | None = None) -> AlgorithmPlan:
     """Return the cheapest algorithm that does not refuse, or the one asked for.
 
     Raises:
@@ -202,7 +204,7 @@ def make_plan(problem: Problem, algorithm: str | None = None) -> Plan:
     for name, time in times.items():  # min() by a key of symbolic sizes breaks Dynamo's graph
         fastest = name if time < times[fastest] else fastest
     chosen = algorithm or fastest
-    return Plan(chosen, times.pop(chosen), refused, times, problem)
+    return AlgorithmPlan(chosen, times.pop(chosen), refused, times, problem)
 
 
 plan = lru_cache(maxsize=4096)(make_plan)

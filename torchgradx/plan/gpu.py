@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rates:
+class CardRates:
     """FLOP that a multiprocessor starts in a clock; products accumulate in at least float32."""
 
     half: int  # tensor cores
@@ -30,20 +30,20 @@ class Rates:
 
 
 # By compute capability, ascending; from NVIDIA's architecture whitepapers.
-RATES: dict[tuple[int, int], Rates] = {
-    (8, 0): Rates(2048, 1024, 128, 64, 1.41e9, 1.6e12),  # A100
-    (8, 6): Rates(512, 256, 256, 4, 1.7e9, 0.9e12),  # GA10x
-    (8, 9): Rates(512, 256, 256, 4, 2.5e9, 1.0e12),  # Ada
-    (9, 0): Rates(4096, 2048, 256, 128, 1.8e9, 4.3e12),  # H100, H200
-    (10, 0): Rates(8192, 4096, 256, 128, 1.9e9, 7.0e12),  # B200
-    (12, 0): Rates(512, 256, 256, 4, 2.4e9, 1.8e12),  # consumers' Blackwell
+CARDS: dict[tuple[int, int], CardRates] = {
+    (8, 0): CardRates(2048, 1024, 128, 64, 1.41e9, 1.6e12),  # A100
+    (8, 6): CardRates(512, 256, 256, 4, 1.7e9, 0.9e12),  # GA10x
+    (8, 9): CardRates(512, 256, 256, 4, 2.5e9, 1.0e12),  # Ada
+    (9, 0): CardRates(4096, 2048, 256, 128, 1.8e9, 4.3e12),  # H100, H200
+    (10, 0): CardRates(8192, 4096, 256, 128, 1.9e9, 7.0e12),  # B200
+    (12, 0): CardRates(512, 256, 256, 4, 2.4e9, 1.8e12),  # consumers' Blackwell
 }
 
 
 @dataclass(frozen=True)
 class Gpu:
     name: str
-    rates: Rates
+    rates: CardRates
     multiprocessors: int
     clock: float  # Hz
     bandwidth: float  # bytes a second
@@ -91,7 +91,7 @@ def from_properties(properties: Any, tf32: bool, compiled: str = "") -> Gpu:
     A capability that is not listed has the rates of the newest below it.
     """
     capability = (properties.major, properties.minor)
-    *_, rates = (RATES[known] for known in RATES if known <= max(capability, (8, 0)))
+    *_, rates = (CARDS[known] for known in CARDS if known <= max(capability, (8, 0)))
     clock = 1e3 * getattr(properties, "clock_rate", 0)
     memory = 1e3 * getattr(properties, "memory_clock_rate", 0)
     bandwidth = 2 * memory * getattr(properties, "memory_bus_width", 0) / 8
@@ -111,7 +111,7 @@ REACHED = {"direct": (0.18, 0.38), "gram": (0.16, 0.37)}
 REACHED |= {"linear": (0.65, 0.7), "conv2d": (0.3, 0.7)}
 LAUNCH = 4e-6  # a kernel and the gap before the next
 # Positions from which gradients are batched products, and those of which Grams are (batched.h)
-MANY, SOME, MOST = 128, 8, 2048
+BATCHED_FROM, GRAMS_FROM, GRAMS_UP_TO = 128, 8, 2048
 DEPTH = 32  # of a step along the sum
 TILE = {2: (128, 192), 4: (128, 128), 8: (64, 64)}  # of the gradient: outputs, inputs
 
@@ -175,7 +175,7 @@ def _rank1(p: Problem, gpu: Gpu) -> float:
 
 
 def _gram(p: Problem, gpu: Gpu) -> float:
-    if p.layer == "linear" and SOME <= p.t <= MOST:
+    if p.layer == "linear" and GRAMS_FROM <= p.t <= GRAMS_UP_TO:
         along, features = _up(p.t, 8), p.i + p.o
         padding = 2 * p.itemsize * p.n * p.t * features / gpu.bandwidth if p.t % 8 else 0
         flop = 2 * p.n * along * _up(along, 64) * features
@@ -216,7 +216,7 @@ def _gradient(p: Problem, gpu: Gpu, ends: int) -> float:
         return _moved(p, gpu) + 2 * LAUNCH
     if _by_sm90(p, gpu):
         return max(_sm90(p, gpu, ends > 2), _moved(p, gpu))
-    if p.layer == "linear" and p.t >= MANY:
+    if p.layer == "linear" and p.t >= BATCHED_FROM:
         return _batched(p, gpu, 2 * p.n * p.t * p.i * p.o, p.n * p.i * p.o, 3)
     high, wide = TILE[p.itemsize]
     tiles = p.n * p.groups * (_up(p.o, high) // high) * (_up(p.i, wide) // wide)
@@ -233,7 +233,7 @@ def _fused(p: Problem, gpu: Gpu) -> float:
     return _gradient(p, gpu, 4)
 
 
-def seconds(p: Problem, algorithm: str) -> float:
+def seconds_on_gpu(p: Problem, algorithm: str) -> float:
     """Return the time of all that a problem with a device asks for."""
     gpu = p.device
     assert gpu is not None

@@ -21,28 +21,29 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import ops
 from ..errors import CoverageError
 from ..graph.layout import NOWHERE
-from ..graph.modes import several_at_once
-from ..graph.routes import routes
+from ..graph.modes import in_batched_backward
+from ..graph.routes import routes_of
 from ..hooks.copies import untraced
-from ..hooks.listening import Listening, others
+from ..hooks.listening import ParameterHooks, has_user_hooks
 from ..record.backwards import Backwards
 from ..record.record import Record
 from ..refusals import cause
-from ..sharding import scattered
-from ..shared.frontier import Plan
+from ..sharding import is_sharded
+from ..shared.frontier import LiftPlan
 from ..shared.lift import Lift
 from ..shared.stations import Match
 from ..sites.site import ProbeParts
 from .forwards import Forward, Forwards, ForwardTrace
 from .structure import Examiner
-from .verdict import Verdict, finite, from_outside
+from .verdict import Verdict, from_outside, is_finite
 
 if ops.NATIVE:
     from .._C import undelivered
 
-MANY, VARIANTS = 4096, 8  # structures: sizes that never repeat must not add up; paths through each
-FORWARDS = 7  # that wait for a backward: those of which none comes must not add up
-PART = 1 << 18  # elements compared at a time, in float64
+MAX_STRUCTURES = 4096  # sizes that never repeat must not add up
+MAX_VERDICTS = 8  # paths through one structure
+MAX_PENDING = 7  # forwards that wait for a backward
+COMPARED_ELEMENTS = 1 << 18  # at a time, in float64
 
 
 class Audit:
@@ -59,7 +60,7 @@ class Audit:
         self._pending: list[tuple[Any, Any, Verdict, Any]] = []
         self._entry = threading.RLock()  # of what is pending, and of who listens
         self._midway: set[int] = set()  # backwards that had begun when the listening did
-        self._listening, self._always_listening = Listening(), Listening()
+        self._listening, self._always_listening = ParameterHooks(), ParameterHooks()
         self._hooked_at = WeakIdKeyDictionary()  # tensors that we listen at in every backward
         self._deferred: set[int] = set()
         self._awaiting: dict[tuple[int, int], Tensor] = {}  # what deferred parameters received
@@ -115,11 +116,11 @@ class Audit:
         run = forward.run
 
         @cache
-        def meet(plan: Plan | None) -> Match | None:
+        def meet(plan: LiftPlan | None) -> Match | None:
             where = forward.uses, self._sites, forward.outputs
             return self._lift.match(run, plan, *where) if plan else None
 
-        chosen = cache(partial(routes, forward.outputs, run.n, forward.trace.by_row))
+        chosen = cache(partial(routes_of, forward.outputs, run.n, forward.trace.by_row))
 
         def fits(verdict: Verdict) -> bool:
             """Return True if this pass takes the path that was proven."""
@@ -179,8 +180,8 @@ class Audit:
     def _keep(self, verdicts: dict[Any, list[Verdict]], key: Any, verdict: Verdict) -> None:
         kept = verdicts.setdefault(key, [])
         kept.append(verdict)
-        del kept[:-VARIANTS]
-        if len(verdicts) > MANY:
+        del kept[:-MAX_VERDICTS]
+        if len(verdicts) > MAX_STRUCTURES:
             verdicts.pop(next(iter(verdicts)), None)
 
     def _drop(self, key: Any, verdict: Verdict) -> None:
@@ -256,7 +257,7 @@ class Audit:
     def hooked(self) -> list[int]:
         """Return, for norms only, the parameters with the user's hooks, which get a gradient."""
         tensors = self._parameters.wholes() if self._recorder.shields else []
-        return [place for place, p in enumerate(tensors) if others(p._backward_hooks)]
+        return [place for place, p in enumerate(tensors) if has_user_hooks(p._backward_hooks)]
 
     def _listen(self) -> None:
         """Compare what each parameter receives with what is recorded, until settled."""
@@ -276,7 +277,7 @@ class Audit:
         always = place in self.always and key not in self._lift.delivered
         with self._entry:
             whole = self._recorder.auditing and key[0] not in self._midway
-        if gradient is None or several_at_once() or not (always or whole):
+        if gradient is None or in_batched_backward() or not (always or whole):
             return
         has_pass = self._recorder.audited(key[0])
         if not has_pass:  # this backward has reached none yet
@@ -335,7 +336,7 @@ class Audit:
             self._record.mismatched.add(key)
 
     def _agrees(self, key: tuple[int, int], gradient: Tensor) -> bool:
-        if scattered([gradient]):  # a part, and forwards use the whole
+        if is_sharded([gradient]):  # a part, and forwards use the whole
             return False
         recorded, rounding = self._recorder.take_recorded(*key)
         if gradient.is_sparse:
@@ -346,7 +347,8 @@ class Audit:
         if recorded.dtype == gradient.dtype and torch.equal(gradient, recorded):
             return True
         difference = own = 0.0
-        for part, other in zip(gradient.split(PART), recorded.split(PART), strict=True):
+        both = (t.split(COMPARED_ELEMENTS) for t in (gradient, recorded))
+        for part, other in zip(*both, strict=True):
             part = part.double()
             difference = hypot(difference, float((part - other.double()).norm()))
             own = hypot(own, float(part.norm()))
@@ -373,7 +375,7 @@ class Audit:
             if not self._backwards.at_rest():  # all of `come` had begun before this
                 return
             for key, calls, verdict, run in come:
-                if self._record.mismatched or not finite(run):
+                if self._record.mismatched or not is_finite(run):
                     self.forwards.watch_again()
                     continue
                 for one in key if isinstance(key, list) else [key]:
@@ -381,8 +383,8 @@ class Audit:
                         self._keep(self._proven, one, verdict)
                 if calls is not None and run.n > 1:  # one sample shows nothing of several
                     self._keep(self._alike, calls, verdict)
-            self._pending = waiting[-FORWARDS:]
-            if len(waiting) > FORWARDS:
+            self._pending = waiting[-MAX_PENDING:]
+            if len(waiting) > MAX_PENDING:
                 self.forwards.watch_again()
             if ops.NATIVE and not self._pending and (self._recorder.auditing or self.always):
                 self._stop_listening()  # without the extension, which counts edges, it goes on

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
-from ..graph.arguments import flattened, sized
+from ..graph.arguments import has_flat_rows, sized_tensors_in
 from ..graph.constant import Watch
 from ..graph.layout import SHARED
 from ..graph.modes import without_user_modes
 from ..graph.nodes import Graph
-from ..sharding import part_here
+from ..sharding import local_part
 from ..sites.several import End
 
 
@@ -156,10 +156,10 @@ class Forwards:
         local = self._local
         local.caches, local.first = [], torch.autograd._get_sequence_nr()
         local.postponed = []
-        local.flat = n > 1 and flattened(arguments, n, batch_dim)
+        local.flat = n > 1 and has_flat_rows(arguments, n, batch_dim)
         if n > 1 and self.memory.watches:
-            constants = [*map(part_here, model.parameters()), *model.buffers()]
-            local.watch = Watch(constants, sized(arguments), n, batch_dim)
+            constants = [*map(local_part, model.parameters()), *model.buffers()]
+            local.watch = Watch(constants, sized_tensors_in(arguments), n, batch_dim)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> ForwardTrace:
         """Stop watching at the end of a forward (whole), or of a call of the model by itself."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..graph.arguments import size_of_batch, sized, tensors_in
+from ..graph.arguments import size_of_batch, sized_tensors_in, tensors_in
 from ..graph.nodes import Graph
 from ..kept import model_kept, random_state_kept
 from ..refusals import RefusedError, cause
@@ -32,7 +32,7 @@ from ..sharding import data_parallel
 from ..sites.regime import Regime
 from ..sites.site import ProbeParts
 
-HALF = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 TOLERANCE, TOLERANCE_OF_HALF = 1e-3, 5e-2  # relative to the norm over all parameters
 RANDOM = "the forward draws random numbers"
 DISTRIBUTED = "the model is distributed"
@@ -41,7 +41,7 @@ NO_BATCH = "no batch of one can be taken from its arguments"
 
 
 @dataclass
-class Call:
+class KeptForward:
     """One forward of a pass, kept until its gradients have arrived."""
 
     module: nn.Module
@@ -69,7 +69,7 @@ class Samples:
         # Structure -> why it was skipped, or None.
         self._checked: dict[Any, str | None] = known.setdefault("samples", {})
         self._generators: Any = None
-        self._arrived: dict[int, list[Call]] = {}  # by serial number of the pass
+        self._arrived: dict[int, list[KeptForward]] = {}  # by serial number of the pass
 
     @property
     def notes(self) -> list[str]:
@@ -111,7 +111,7 @@ class Samples:
         there = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         regime = Regime(device, torch.get_autocast_dtype(device) if there else None, None)
         sharing = _sharing(arguments, run.n, self._options["batch_dim"])
-        call = Call(module, arguments, regime, key, sharing)
+        call = KeptForward(module, arguments, regime, key, sharing)
         for k, t in enumerate(tensors_in(out)):
             if t.requires_grad and t.grad_fn is not None:
                 call.outputs[k] = t.detach(), t._version
@@ -124,7 +124,7 @@ class Samples:
             return DISTRIBUTED
         if self._options.get("sample_ids") is not None:
             return SAMPLE_IDS
-        first = next((t for t in sized(arguments) if t.dim()), None)
+        first = next((t for t in sized_tensors_in(arguments) if t.dim()), None)
         dim = self._options["batch_dim"]
         if first is None or size_of_batch(first, dim) != n:
             return NO_BATCH
@@ -132,7 +132,7 @@ class Samples:
 
     # Backward
 
-    def _arrive(self, serial: int, call: Call, output: int, g: Tensor) -> None:
+    def _arrive(self, serial: int, call: KeptForward, output: int, g: Tensor) -> None:
         if self.silent or torch._C._current_graph_task_id() == -1:
             return
         before = call.grads.get(output)
@@ -149,7 +149,7 @@ class Samples:
                 self._check(run, calls)
         self._arrived.clear()
 
-    def _check(self, run: Any, calls: Sequence[Call]) -> None:
+    def _check(self, run: Any, calls: Sequence[KeptForward]) -> None:
         sample = 0
         try:
             for sample in (0, run.n - 1):
@@ -166,7 +166,7 @@ class Samples:
             return
         self._checked.update({call.key: None for call in calls})
 
-    def _compare(self, run: Any, calls: Sequence[Call], sample: int) -> dict[int, str]:
+    def _compare(self, run: Any, calls: Sequence[KeptForward], sample: int) -> dict[int, str]:
         """Return a cause for each parameter whose norm differs."""
         tensors = self._parameters.tensors()
         live = {place: tensors[place] for place in run.trainable}
@@ -182,7 +182,7 @@ class Samples:
             return {}  # a scaler's to report
         whole = max(float(np.hypot.reduce([*norms.values(), 0.0])) for norms in (alone, batched))
         kinds = {p.dtype for p in live.values()} | {call.regime.autocast for call in calls}
-        allowed = TOLERANCE_OF_HALF if kinds.intersection(HALF) else TOLERANCE
+        allowed = TOLERANCE_OF_HALF if kinds.intersection(HALF_DTYPES) else TOLERANCE
         return {
             place: cause("alone", sample=sample, alone=f"{other:.4g}", batched=f"{norm:.4g}")
             for place, norm in batched.items()
@@ -190,7 +190,7 @@ class Samples:
         }
 
     def _gradients(
-        self, call: Call, n: int, sample: int, live: Sequence[Tensor]
+        self, call: KeptForward, n: int, sample: int, live: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         """Run the model on one sample, and return the gradients by its parameters."""
         dim, mean = self._options["batch_dim"], self._options["loss_reduction"] == "mean"
@@ -217,13 +217,13 @@ class Samples:
                 t.register_hook(lambda _, seed=seed: seed)
             return _pull_back(list(roots.values()), seeds, live) if roots else [None] * len(live)
 
-    def _differs(self, call: Call, k: int, alone: Tensor, n: int, sample: int) -> None:
+    def _differs(self, call: KeptForward, k: int, alone: Tensor, n: int, sample: int) -> None:
         """Raise where the output of the sample is another than it was in its batch."""
         whole, version = call.outputs[k]
         if alone.shape == whole.shape or whole._version != version:
             return  # the model's own loss; or it was written into since
         batched = _part(whole, alone, n, sample, self._options["batch_dim"])
-        half = {alone.dtype, call.regime.autocast}.intersection(HALF)
+        half = {alone.dtype, call.regime.autocast}.intersection(HALF_DTYPES)
         off, size = ((t.double()).norm() for t in (alone.detach() - batched, batched))
         if off > (TOLERANCE_OF_HALF if half else TOLERANCE) * size:
             raise RefusedError(cause("output_alone", sample=sample))
@@ -296,7 +296,7 @@ def _of_one(arguments: tuple[Any, Any], n: int, sample: int, dim: int) -> tuple[
 
 def _sharing(arguments: Any, n: int, dim: int) -> bool:
     """Return True if an argument may be shared by all samples (a mask [T, T] with T = N)."""
-    first, *others = [t for t in sized(arguments) if t.dim()]
+    first, *others = [t for t in sized_tensors_in(arguments) if t.dim()]
     return n in _but(first, dim)[:1] and any(
         t.dim() < 3 and t.shape != first.shape and size_of_batch(t, dim) == n for t in others
     )

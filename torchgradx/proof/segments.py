@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import ops
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
-from ..graph.owners import MAPPING, Owned, fitted, mask_joins, owners_below
+from ..graph.owners import MAPPING, Owned, mask_joins, owners_below, owners_by
 from ..refusals import cause, key_of
 from ..sites.site import ProbeParts
 from .audit import Audit
@@ -32,9 +32,9 @@ if ops.NATIVE:
 # Rows of a sequence's or an image's neighbours are not the model's rows.
 SERVED = ("linear", "transposed linear", "geometric linear", "embedding", "layernorm", "rmsnorm",
           "prelu", "vmap")  # fmt: skip
-FEW = 16  # runs of samples whose rows stay where they are: more of them are sorted by length
+MAX_RUNS = 16  # runs of samples whose rows stay where they are: more of them are sorted by length
 ROUTED = ("mixes", "not_found", "unproven")
-NONE = Verdict([], [])
+NO_VERDICT = Verdict([], [])
 
 
 class Segments(NamedTuple):
@@ -89,7 +89,7 @@ class _Owners(NamedTuple):
         found, n = self.below.get((node, number)), self.inputs.n
         if found is None:
             return None
-        rows = fitted(found, tuple(node._input_metadata[number].shape), leads)
+        rows = owners_by(found, tuple(node._input_metadata[number].shape), leads)
         flags = found.flags
         if rows is not None:
             known = self.inputs.owners
@@ -103,7 +103,7 @@ class _Owners(NamedTuple):
         return None if rows is None else Owned(rows, found.path, flags)
 
 
-def rows_of(options: Mapping[str, Any], args: Any, kwargs: Any) -> tuple[Tensor, int] | None:
+def sample_rows(options: Mapping[str, Any], args: Any, kwargs: Any) -> tuple[Tensor, int] | None:
     """Return the sample of each row of the model's inputs, as the user says; and N."""
     if options["sample_ids"] is None:
         return None
@@ -133,7 +133,7 @@ def segments_from(owners: Tensor, n: int) -> Any:
     in_order = bool((owners[1:] >= owners[:-1]).all())
     changes = sum(counts[a] != counts[b] for a, b in pairwise(present))
     order = None
-    if not in_order or changes >= max(FEW, 2 * len(set(counts))):
+    if not in_order or changes >= max(MAX_RUNS, 2 * len(set(counts))):
         present.sort(key=lambda sample: counts[sample])
         rank = torch.full((n + 1,), n)
         rank[present] = torch.arange(len(present))
@@ -237,7 +237,7 @@ class SegmentExaminer:
         run.segments = segments
         if n > 1 and new and not self._audit.examiner.has_zeros(n):
             pending = {key for key, shown in zip(keys, proven, strict=True) if key and shown}
-            self._audit.expect(list(pending), None, NONE, run)
+            self._audit.expect(list(pending), None, NO_VERDICT, run)
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 
     def _head(self, k: int, t: Tensor, inputs: Inputs) -> Tensor | None:

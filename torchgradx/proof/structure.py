@@ -24,20 +24,20 @@ from ..graph.layout import (
     Heads,
     Seeding,
     Watched,
-    from_sizes,
     heads_of,
     is_python,
+    layout_from_sizes,
 )
-from ..graph.routes import routes
-from ..graph.sizes import from_views
+from ..graph.routes import routes_of
+from ..graph.sizes import layout_from_views
 from ..refusals import cause
-from ..shared.frontier import Plan
+from ..shared.frontier import LiftPlan
 from ..shared.lift import Lift
 from ..sites.native import NativeSite
 from ..sites.several import End, ends_of_node
 from ..sites.site import ProbeParts
 from .forwards import Forward, Forwards
-from .verdict import Verdict, versions
+from .verdict import Verdict, total_version
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Examiner:
             sites=[site for site, *_ in uses],
             routes=self._choices(forward, exam.watched),
             sure=[one.sure for one in judged],
-            zeros=versions(self._parameters.tensors()) if has_zeros or dropped else None,
+            zeros=total_version(self._parameters.tensors()) if has_zeros or dropped else None,
             blind=dropped and not has_zeros,
         )
 
@@ -114,7 +114,7 @@ class Examiner:
         tables = {k for k in tables if self._sites[uses[k][0]].declared < 0}
         return _Exam(forward, *self._watched(forward), tables, constant)
 
-    def _locate(self, exam: _Exam) -> tuple[list[Finding], Plan | None, bool, bool]:
+    def _locate(self, exam: _Exam) -> tuple[list[Finding], LiftPlan | None, bool, bool]:
         """Return a finding for each use, SHARED below tables; the plan of these; whether all of it
         was shown; whether the samples may as well be in other dimensions of the outputs."""
         n, uses, outputs = exam.forward.n, exam.forward.uses, exam.forward.outputs
@@ -162,7 +162,7 @@ class Examiner:
         detached = bool(exam.forward.outputs) and node is not None and node not in graph.parents
         zeros = k in exam.zeros
         if detached or (zeros and not isinstance(layout, str)):
-            likely = zeros and from_sizes(use.leads, exam.forward.n) == presumed
+            likely = zeros and layout_from_sizes(use.leads, exam.forward.n) == presumed
             return _Judged(presumed if likely else NOWHERE)  # if a gradient comes, it is refused
         return self._refuse(exam, k, layout)
 
@@ -184,8 +184,10 @@ class Examiner:
     def _choices(self, forward: Forward, watched: Sequence[Watched]) -> list[Any]:
         """Return what the batch's own values chose; None in it: of rows to come nothing shows."""
         n = forward.n
-        chosen = routes(forward.outputs, n, forward.trace.by_row)
-        cut = self._forwards.memory.picks and any(from_sizes(u.leads, n) is None for u in watched)
+        chosen = routes_of(forward.outputs, n, forward.trace.by_row)
+        cut = self._forwards.memory.picks and any(
+            layout_from_sizes(u.leads, n) is None for u in watched
+        )
         if n > 1 and (forward.trace.flat or cut or any(0 in use.leads for use in watched)):
             chosen.append(None)
         return chosen
@@ -227,7 +229,7 @@ class Examiner:
         known = self._sites[site].fixed or self._in_order(site) or self._layers[site].inside
         if n > 1 and (watched.leads[:1] in ([1], (1,)) or (not known and list(sizes).count(n) > 1)):
             return None
-        return from_views(forward.graph, watched.node, watched.output_nr, watched.leads, n)
+        return layout_from_views(forward.graph, watched.node, watched.output_nr, watched.leads, n)
 
     def _findings(self, exam: _Exam) -> tuple[list[Finding] | None, bool]:
         """Return a finding for each output of a node, None where no backward can run; and whether
@@ -322,7 +324,7 @@ class Examiner:
         for use, layout, sure in zip(watched, verdict.layouts, verdict.sure, strict=True):
             if layout in (SHARED, NOWHERE) or use.node is None or use.samples is not None:
                 continue
-            sized = from_views(forward.graph, use.node, use.output_nr, use.leads, forward.n)
+            sized = layout_from_views(forward.graph, use.node, use.output_nr, use.leads, forward.n)
             if sized != layout and (sized is not None or not sure):
                 return False
             doubtful = doubtful or sized is None

@@ -9,20 +9,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..graph.routes import alike
+from ..graph.routes import same_routes
 from ..layers.modules import build_of
 from ..refusals import cause
-from ..shared.frontier import Plan
+from ..shared.frontier import LiftPlan
 
-CHOICES = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
+KEY_OPTIONS = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
 _known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict[Any, Any]]]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def known(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+def cache_of(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
     """Return what was found of a model's structures under such options, while it is built so."""
-    build, choices = build_of(model), tuple(repr(options[choice]) for choice in CHOICES)
+    build, choices = build_of(model), tuple(repr(options[choice]) for choice in KEY_OPTIONS)
     if model not in _known or _known[model][0] != build:
         _known[model] = build, {}
     return _known[model][1].setdefault(choices, {})
@@ -34,7 +34,7 @@ class Verdict:
 
     layouts: list[int]  # of each use
     refusals: list[tuple[int, str]]  # (site, cause)
-    plan: Plan | None = None  # for the uses of layout SHARED
+    plan: LiftPlan | None = None  # for the uses of layout SHARED
     complete: bool = True  # False: another forward must be looked at
     sites: Sequence[int] = ()  # of each use
     routes: Sequence[Any] = ()  # what its batch chose, see routes.py
@@ -54,15 +54,15 @@ class Verdict:
     def holds(self, tensors: Callable[[], list[Tensor]], chosen: Callable[[], list[Any]]) -> bool:
         """Return whether another pass, whose batch chose so, would be shown no more than this."""
         if self.zeros is not None:
-            now = versions(tensors())
+            now = total_version(tensors())
             self.patience -= self.blind or now != self.zeros
             if self.patience <= 0:
                 return False
             self.zeros = now
-        return not self.routes or alike(self.routes, chosen())
+        return not self.routes or same_routes(self.routes, chosen())
 
 
-def versions(tensors: Sequence[Tensor]) -> int:
+def total_version(tensors: Sequence[Tensor]) -> int:
     return sum(p._version for p in tensors)
 
 
@@ -89,7 +89,7 @@ def from_outside(run: Any) -> Verdict:
     )
 
 
-def finite(run: Any) -> bool:
+def is_finite(run: Any) -> bool:
     """Return False where a pass shows nothing: inf and nan agree with whatever was received."""
     waiting = [g for place in run.waiting() for _, _, g, _ in run.terms(place)]
     return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..hooks.copies import untraced
-from ..hooks.listening import forget, others
+from ..hooks.listening import drop_empty_tables, has_user_hooks
 from ..layers.table import Parameters
 from ..refusals import RefusedError, refused_all
-from ..sharding import data_parallel, mean_over, scattered
-from .factors import Group
+from ..sharding import data_parallel, is_sharded, mean_over
+from .factors import ClipGroup
 
 
 class Sum(NamedTuple):
@@ -63,7 +63,7 @@ class ClipTape:
         where = [p for p, _ in self._hooks.values()]
         for place in list(self._hooks):
             self._stop_listening(place)
-        forget(where)
+        drop_empty_tables(where)
         self.clear()
 
     def clear(self) -> None:
@@ -150,8 +150,8 @@ class ClipTape:
                 "this record is clipped already: clip once, between backward and step"
             )
         tensors = self._tensors = self._parameters.tensors()
-        if scattered(tensors):
-            self._refuse("clip_sharded", (k for k, p in enumerate(tensors) if scattered([p])))
+        if is_sharded(tensors):
+            self._refuse("clip_sharded", (k for k, p in enumerate(tensors) if is_sharded([p])))
         self._kept.extend((run, use, use.parameters) for run in runs for use in run.take_booked())
         kept = {place for _, _, places in self._kept for place in places}
         self._idle = {place for place in self._unsure(kept) if _nothing_came(place, runs)}
@@ -181,7 +181,7 @@ class ClipTape:
         if names:
             raise refused_all(why, names)
 
-    def clip(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> None:
+    def clip(self, runs: Sequence[Any], groups: Sequence[ClipGroup], unscaled: float) -> None:
         """Put the weighted sums into .grad.
 
         runs: the passes, in the order of the groups' factors. unscaled: what .grad was multiplied
@@ -200,14 +200,16 @@ class ClipTape:
         if ddp is not None:
             self._average(ddp, summed, unscaled)
 
-    def _sums(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> Iterator[Sum]:
+    def _sums(
+        self, runs: Sequence[Any], groups: Sequence[ClipGroup], unscaled: float
+    ) -> Iterator[Sum]:
         """Yield the sums of each kept use, and drop it."""
         numbers, tensors = {id(run): k for k, run in enumerate(runs)}, self._tensors
         live = ((g, place) for g in groups for place in g.places if place not in self._idle)
         group_of = {place: group for group, place in live}
 
         def of(run: Any, use: Any, parameters: Sequence[int]) -> Iterator[Sum]:
-            shares: dict[Group, list[int]] = {}
+            shares: dict[ClipGroup, list[int]] = {}
             for place in parameters:
                 if place in group_of:
                     shares.setdefault(group_of[place], []).append(place)
@@ -228,8 +230,8 @@ class ClipTape:
             yield from of(*self._kept.popleft())
 
     def _besides(self, place: int, unscaled: float) -> Tensor | None:
-        others = self._others.get(place)
-        return None if others is None else others * unscaled
+        has_user_hooks = self._others.get(place)
+        return None if has_user_hooks is None else has_user_hooks * unscaled
 
     def _average(self, ddp: Any, summed: set[int], unscaled: float) -> None:
         grads = {k: p.grad for k, p in enumerate(self._tensors) if p.grad is not None}
@@ -260,10 +262,10 @@ def _sample(grad: Tensor) -> Tensor:
 
 def _hooked(p: Tensor) -> bool:
     """Return True if it has hooks of the user's."""
-    return others(p._backward_hooks) or others(p._post_accumulate_grad_hooks)
+    return has_user_hooks(p._backward_hooks) or has_user_hooks(p._post_accumulate_grad_hooks)
 
 
-def dense(made: Tensor) -> Tensor:
+def detached_dense(made: Tensor) -> Tensor:
     """Return a sum as a strided tensor without a graph."""
     made = made.to_dense() if made.is_sparse else made
     return made.detach() if made.requires_grad else made
@@ -271,7 +273,7 @@ def dense(made: Tensor) -> Tensor:
 
 def _put(p: Tensor, found: Sum, before: Tensor | None, add: bool, alone: bool) -> None:
     """Add to .grad, or write it; `alone`: its memory may be exchanged."""
-    grad, made, scale = p.grad, dense(found.made), found.scale
+    grad, made, scale = p.grad, detached_dense(found.made), found.scale
     made = made if made.shape == p.shape else made.reshape(p.shape)
     assert grad is not None
     if grad.is_sparse:

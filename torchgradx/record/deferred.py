@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..sharding import mean_over
-from .clipping import ClipTape, Sum, dense
-from .factors import Group, report_overflow
+from .clipping import ClipTape, Sum, detached_dense
+from .factors import ClipGroup, report_overflow
 
-MANY = 64  # sums that wait for a copy: their memory must not add up
+MAX_WAITING = 64  # sums that wait for a copy: their memory must not add up
 
 
 class DeferredTape(ClipTape):
@@ -33,7 +33,7 @@ class DeferredTape(ClipTape):
     def _check_grads(self, kept: set[int], unscaled: float) -> None:
         pass
 
-    def clip(self, runs: Sequence[Any], groups: Sequence[Group], unscaled: float) -> None:
+    def clip(self, runs: Sequence[Any], groups: Sequence[ClipGroup], unscaled: float) -> None:
         """Add the weighted sums to .grad, under DistributedDataParallel their mean."""
         tensors, ddp = self._tensors, self._ddp()
         sums: Iterable[Sum] = self._sums(runs, groups, unscaled)
@@ -42,7 +42,7 @@ class DeferredTape(ClipTape):
         summed, waiting = set(), dict[int, Tensor]()  # to be copied, many at a time
         try:
             for found in sums:
-                if found.place in waiting or len(waiting) == MANY:
+                if found.place in waiting or len(waiting) == MAX_WAITING:
                     _copy(tensors, waiting)
                 made = _add(tensors[found.place], found)
                 if made is not None:
@@ -80,7 +80,7 @@ def _add(p: Tensor, found: Sum) -> Tensor | None:
         made = made if made.is_sparse else made.reshape(p.shape).to_sparse(1)
         p.grad = grad + made * scale
     else:
-        grad.add_(dense(made).reshape(p.shape), alpha=scale)
+        grad.add_(detached_dense(made).reshape(p.shape), alpha=scale)
     return None
 
 
@@ -90,7 +90,7 @@ def _averaged(ddp: Any, tensors: Sequence[Tensor], sums: Iterable[Sum]) -> list[
     parts = {place: torch.zeros_like(tensors[place]) for place in live}
     has = parts[live[0]].new_zeros(len(tensors))
     for place, made, scale in sums:
-        parts[place].add_(dense(made).reshape(parts[place].shape), alpha=scale)
+        parts[place].add_(detached_dense(made).reshape(parts[place].shape), alpha=scale)
         has[place] = 1
     mean_over(ddp, [has, *parts.values()])
     present = has.tolist()

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import OptState
 from ..reference.chunks import accumulation_dtype
 
 
-class Group:
+class ClipGroup:
     """Parameters that are clipped together, and the samples' factors [N1 + N2 + ...]."""
 
     def __init__(self, places: Sequence[int], factors: Tensor, sizes: list[int]) -> None:

@@ -22,9 +22,9 @@ from ..reference.chunks import accumulation_dtype
 # (None, ids, grad_output) as of a plain table
 Term = tuple[Layer | None, Tensor | None, Tensor]
 
-PLAIN = Layer(name="", kind="linear", type_name="Linear")
-CHUNK = 1 << 21  # elements that a chunk copies: 8 MiB of float32, which a cache holds
-ON_DEVICE = 1 << 28  # the same on a GPU, where launches cost and memory is quick
+PLAIN_LINEAR = Layer(name="", kind="linear", type_name="Linear")
+CPU_ELEMENTS = 1 << 21  # elements that a chunk copies: 8 MiB of float32, which a cache holds
+GPU_ELEMENTS = 1 << 28  # the same on a GPU, where launches cost and memory is quick
 
 
 def combine(n: int, terms: Sequence[Term]) -> Tensor:
@@ -81,10 +81,10 @@ def _kind_of(a: Tensor | None, g: Tensor, n: int, terms: Sequence[Term]) -> Laye
     if a is None:
         return None
     if a.is_floating_point():
-        return PLAIN
+        return PLAIN_LINEAR
     whole = next((g for _, other, g in terms if other is None), None)
     rows = 0 if whole is None else whole.numel() // (n * g.shape[-1])
-    return replace(PLAIN, kind="embedding", constants={"padding_idx": -1, "rows": rows})
+    return replace(PLAIN_LINEAR, kind="embedding", constants={"padding_idx": -1, "rows": rows})
 
 
 def _closed(
@@ -131,7 +131,7 @@ def _chunks(n: int, terms: Sequence[Term], views: bool) -> Iterator[slice]:
     elements = sum(
         (a.numel() * _patch(layer) if a is not None else 0) + g.numel() for layer, a, g in terms
     )
-    most = ON_DEVICE if terms[0][2].is_cuda else CHUNK
+    most = GPU_ELEMENTS if terms[0][2].is_cuda else CPU_ELEMENTS
     step = max(1, n if views else n * most // max(1, elements))
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
 

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hooks.engine import executes, put_gate
+from ..hooks.engine import put_gate, will_execute
 from ..hooks.versions import Versions
 
-Term = tuple[int, Tensor | None, Tensor, Any]  # (site or -1, activations, gradients, whose rows)
+KeptTerm = tuple[
+    int, Tensor | None, Tensor, Any
+]  # (site or -1, activations, gradients, whose rows)
 Slot = tuple[int, Tensor]  # a parameter's place in the table, and the tensor that stands there now
 
 
@@ -199,7 +201,7 @@ class Pass:
     def clear(self) -> None:
         self.recorded = False
         self._sq_norms: dict[int, Tensor] = {}
-        self._terms: dict[int, list[tuple[Term, Versions]]] = {}
+        self._terms: dict[int, list[tuple[KeptTerm, Versions]]] = {}
         self._late: set[int] = set()
         self.dots: Tensor | None = None
         self._booked: tuple[Any, ...] = ()
@@ -231,7 +233,7 @@ class Pass:
 
     def _needed(self, place: int) -> bool:
         node = self._owners[place]
-        return node is None or executes(node)
+        return node is None or will_execute(node)
 
     def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int], inputs: Any = ()) -> int:
         if self.astray:
@@ -349,5 +351,5 @@ class Pass:
         kept = list(self._terms.items())
         return [place for place, terms in kept if not all(v.stand() for _, v in terms)]
 
-    def terms(self, place: int) -> list[Term]:
+    def terms(self, place: int) -> list[KeptTerm]:
         return [term for term, _ in self._terms.get(place, [])]

@@ -15,16 +15,16 @@ from .. import ops
 from ..options import Scale, check_scale, takes_call
 from ..refusals import SECTIONS, refused_all
 from ..sites.site import ProbeParts
+from .checkpoints import NOT_RECORDED, Answer, Frames, PassOptions
 from .clipping import ClipTape
 from .deferred import DeferredTape
-from .factors import Group, factors_of, is_unscaled, unscaled_by
-from .frames import NONE, Answer, Frames, PassOptions
+from .factors import ClipGroup, factors_of, is_unscaled, unscaled_by
 from .norms import combine, combine_segments
 
 if ops.NATIVE:
     from .. import _C
 
-MANY = 1024  # scales of a loss: those of forwards without a backward must not add up
+MAX_SCALES = 1024  # scales of a loss: those of forwards without a backward must not add up
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 CPU = torch.device("cpu")
 
@@ -49,11 +49,13 @@ class Record:
         self.refused: dict[int, str] = {}  # by parameter: a sample alone has another norm
         self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
 
-    def takes(self, on: bool, options: PassOptions = NONE.options, outside: bool = False) -> Answer:
+    def takes(
+        self, on: bool, options: PassOptions = NOT_RECORDED.options, outside: bool = False
+    ) -> Answer:
         """Return a forward's number (0: record nothing) and what was said of its samples."""
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
             self.fates.add("traced")
-            return NONE
+            return NOT_RECORDED
         now = Answer(self.next(), options)
         found = self.frames.answer(on, now, outside)
         if not on:
@@ -62,7 +64,7 @@ class Record:
             self.fates.add("no_grad")
         else:
             self.fates.add("called_directly" if outside else "no_backward")
-        return found if torch.is_grad_enabled() else NONE
+        return found if torch.is_grad_enabled() else NOT_RECORDED
 
     def unreal(self) -> bool:
         """Return True if tensors are fake or on meta, and so have no values."""
@@ -126,7 +128,7 @@ class Record:
 
     def _scale_from(self, serial: int, scale: Any) -> None:
         scale = scale.detach().clone() if isinstance(scale, Tensor) else scale
-        entries = self._scales[-MANY:]
+        entries = self._scales[-MAX_SCALES:]
         entries.insert(bisect_right(entries, serial, key=itemgetter(0)), (serial, scale))
         self._scales = entries
 
@@ -261,7 +263,7 @@ class Record:
         groups = []
         for key, places in self._groups(per).items():
             by_sample = factors_of(by_group[key], max_norm, factors, drops)
-            groups.append(Group(places, by_sample, sizes))
+            groups.append(ClipGroup(places, by_sample, sizes))
         stays = self._options["weight_grad"] and factors is None and not drops
         if stays and bool(torch.as_tensor(max_norm).isposinf().all()):
             groups = []  # of all processes alike: nothing is touched

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ..graph.arguments import tensors_in
-from ..graph.modes import several_at_once, without_user_modes
+from ..graph.modes import in_batched_backward, without_user_modes
 
 # The defaults of attach(loss_reduction=, loss_scale=), objects that no caller can pass by value.
-MEAN: str = "".join(["me", "an"])
-ONE: float = float("1.0")
+DEFAULT_REDUCTION: str = "".join(["me", "an"])
+DEFAULT_SCALE: float = float("1.0")
 
 RECTIFIERS = ("Relu", "Threshold", "Clamp", "Hardtanh")  # whose gradient is zero here and there
-LATEST = 64  # looks whose answers are kept, where nobody reads
+MAX_LOOKS = 64  # looks whose answers are kept, where nobody reads
 WARNING = (
     "token mean? Some tokens of the outputs received no gradient (padding, ignore_index), more of "
     "them in some samples than in others. Under a loss that is a mean over all tokens of the "
@@ -86,7 +86,10 @@ class TokenWatch:
 
     def __init__(self, options: Any) -> None:
         """Look only if neither option was given, not even as its default."""
-        self.on = options["loss_reduction"] is MEAN and options["loss_scale"] is ONE
+        self.on = (
+            options["loss_reduction"] is DEFAULT_REDUCTION
+            and options["loss_scale"] is DEFAULT_SCALE
+        )
         self._batch_dim: int = options["batch_dim"]
         self._reads = 0
         self._found: list[Tensor] = []  # bool [], on the outputs' device
@@ -114,7 +117,7 @@ class TokenWatch:
         grad = grads[number]
         if grad is None or not self.on:
             return
-        if several_at_once() or torch._C._are_functorch_transforms_active():
+        if in_batched_backward() or torch._C._are_functorch_transforms_active():
             return
         with torch.no_grad(), without_user_modes():
             grad = grad.detach()
@@ -132,7 +135,7 @@ class TokenWatch:
             else:
                 zero = (grad == 0).all(-1)
             counts = zero.movedim(at, 0).flatten(1).sum(1)
-            self._found = [*self._found[-LATEST:], (counts != counts[0]).any()]
+            self._found = [*self._found[-MAX_LOOKS:], (counts != counts[0]).any()]
 
     def warn(self) -> None:
         """Warn, once, if a pass since the last call was of samples of unequal lengths. On a GPU the

@@ -63,7 +63,7 @@ def affine_sq_norms(
     bias: bool,
 ) -> Tensor:
     """|sum_t b_nt xhat_nt|^2 and |sum_t b_nt|^2: -> [1 + bias, N]"""
-    sq_norms = fakes.sq_norms(input, bias)
+    sq_norms = fakes.empty_sq_norms(input, bias)
     for chunk, x, g in _chunks(input, grad_output):
         sq_norms[:, chunk] = _gradients(g, _normalised(x, mean, rstd, chunk), bias)[1]
     return sq_norms
@@ -143,7 +143,7 @@ def affine_fused(
 @torch.no_grad()
 def prelu_sq_norms(input: Tensor, grad_output: Tensor) -> Tensor:
     """|sum_t b_nt min(x_nt, 0)|^2: [N, T, G, K], the same -> [1, N]"""
-    sq_norms = fakes.sq_norms(input, False)
+    sq_norms = fakes.empty_sq_norms(input, False)
     for chunk, x, g in _chunks(input, grad_output):
         sq_norms[:, chunk] = _gradients(g, x.clamp(max=0), False)[1]
     return sq_norms

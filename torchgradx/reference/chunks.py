@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "CHUNK", "accumulation_dtype", "along", "chunks", "norms", "precise_dtype", "scaled_sum",
+    "CHUNK", "accumulation_dtype", "chunks", "dots_along", "norms", "precise_dtype", "scaled_sum",
     "weights_of",
 ]  # fmt: skip
 
@@ -24,7 +24,7 @@ def precise_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
-def along(grads: Tensor, direction: Tensor) -> Tensor:
+def dots_along(grads: Tensor, direction: Tensor) -> Tensor:
     """[N]: products of gradients [N, *] with a direction [*], in the direction's dtype"""
     return grads.reshape(len(grads), -1).to(direction.dtype) @ direction.flatten()
 

@@ -22,7 +22,7 @@ def _sums(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=accumulation_dtype(like.dtype))
 
 
-def sq_norms(operand: Tensor, *rest: Any) -> Tensor:
+def empty_sq_norms(operand: Tensor, *rest: Any) -> Tensor:
     """[1 + bias, N]; of all operators whose last argument is the bias"""
     return _sums(operand, 1 + rest[-1], operand.shape[0])
 
@@ -39,7 +39,7 @@ def linear_fused(
 ) -> Fused:
     o = grad_output.shape[2]
     grad_weight = activations.new_empty(o, activations.shape[2])
-    return grad_weight, grad_output.new_empty(o if bias else 0), sq_norms(activations, bias)
+    return grad_weight, grad_output.new_empty(o if bias else 0), empty_sq_norms(activations, bias)
 
 
 def linear_scaled(*arguments: Any) -> Scaled:
@@ -58,7 +58,7 @@ def conv2d_fused(
     if input.is_cuda and input.itemsize == 2 and kernel_size[0] * kernel_size[1] > 1:
         # as csrc/cuda/bindings.cpp leaves it
         grad_weight = grad_weight.to(memory_format=suggest_memory_format(input))
-    return grad_weight, grad_output.new_empty(o if bias else 0), sq_norms(input, bias)
+    return grad_weight, grad_output.new_empty(o if bias else 0), empty_sq_norms(input, bias)
 
 
 def conv2d_scaled(*arguments: Any) -> Scaled:
@@ -91,7 +91,7 @@ def affine_fused(input: Tensor, grad_output: Tensor, weight: Tensor, *rest: Any)
     _, rstd, frozen, _, bias = rest
     grad_input = _in_lines(input, is_by_row(input, rstd, frozen))
     grad_bias = weight.new_empty(weight.shape if bias else (0,))
-    return grad_input, weight.new_empty(weight.shape), grad_bias, sq_norms(input, bias)
+    return grad_input, weight.new_empty(weight.shape), grad_bias, empty_sq_norms(input, bias)
 
 
 def affine_by_sample(
@@ -100,18 +100,18 @@ def affine_by_sample(
     _, rstd, frozen, bias = rest
     lines = _in_lines(input, is_by_row(input, rstd, frozen))
     grad_input = input.new_empty(0) if weight is None else lines
-    squares = sq_norms(input, bias)
+    squares = empty_sq_norms(input, bias)
     return grad_input, squares, _sums(input, *squares.shape, 1, input.shape[2:].numel())
 
 
 def prelu_sq_norms(input: Tensor, grad_output: Tensor) -> Tensor:
-    return sq_norms(input, False)
+    return empty_sq_norms(input, False)
 
 
 def prelu_fused(
     input: Tensor, grad_output: Tensor, weight: Tensor, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _in_lines(input, False), weight.new_empty(weight.shape), sq_norms(input, False)
+    return _in_lines(input, False), weight.new_empty(weight.shape), empty_sq_norms(input, False)
 
 
 def moments(

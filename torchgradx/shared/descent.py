@@ -15,35 +15,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gradients.by_sample import Gradients, added, in_full, keep, size, sq_norms, to_add, total
+from ..gradients.by_sample import (
+    GRADIENT_ELEMENTS,
+    Gradients,
+    added,
+    in_full,
+    keep,
+    size,
+    sq_norms,
+    to_add,
+    total,
+)
 from ..gradients.products import (
     CAST,
-    TABLE,
+    EMBEDDING,
+    ask_each,
     by_sample,
-    closed,
-    counts_ids,
-    dense,
-    fitted,
-    looked_up,
-    mapped,
-    spread,
-    through,
+    closed_form,
+    fit_to_edge,
+    lookup_product,
+    scales_by_count,
+    spread_over,
+    take_through,
+    to_dense,
 )
 from ..graph.layout import NOWHERE
 from ..graph.nodes import Node, dtype_of, shape_of
-from ..graph.unpacking import spared
+from ..graph.unpacking import keep_handles
 from ..hooks.copies import untraced
-from ..hooks.engine import receives
+from ..hooks.engine import receives_grad
 from ..ops import NATIVE
 from ..reference.chunks import chunks
 from ..refusals import cause
-from ..sharding import shards
+from ..sharding import is_fsdp_node
 from .stations import Leaf, Match, Station, Trail
 
 if NATIVE:
     from .._C import Terms, hooked
-
-CHUNK = 1 << 23  # elements of parameters' gradients at a time: 32 MiB of float32
 
 
 class Descent:
@@ -104,7 +112,7 @@ class Descent:
         # Norms only: a fused layer gives its parameters nothing to compare with.
         self._withholds = self._norms_only and node.name().startswith("torchgradx")
         try:
-            with spared(node) if station.key in self._packed else nullcontext():
+            with keep_handles(node) if station.key in self._packed else nullcontext():
                 if not self._run.n:
                     self._nothing(station, node, incoming)
                 elif station.layout is not None:
@@ -125,7 +133,7 @@ class Descent:
         self._ready.clear()
         arrives = any(self._run.arrive([leaf.place], True) for leaf in self._leaves)
         served = (self._tensors[leaf.place] for leaf in self._leaves)
-        self._counts = arrives and any(map(receives, served))
+        self._counts = arrives and any(map(receives_grad, served))
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         again = self._run.keep or self._run.retained or keeps or bool(self._run.directions)
         self._books = self._recorder.books and not again
@@ -170,7 +178,7 @@ class Descent:
             self._measure(g)  # for what will be compared
         masked = []
         for operand in station.operands:
-            product = closed(node, operand, g, layout, n)
+            product = closed_form(node, operand, g, layout, n)
             if product is None:
                 masked.append(operand)
             else:
@@ -193,7 +201,7 @@ class Descent:
             by_sample(only, layout, self._run.n)[sample] = by_sample(g, layout, self._run.n)[sample]
             out = self._ask(node, [only if k == station.output else None
                                    for k in range(len(incoming))])  # fmt: skip
-            yield [dense(out[operand])[None] for operand in operands]
+            yield [to_dense(out[operand])[None] for operand in operands]
 
     def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
         """Send zeros: of no samples, or behind weights that are zeros."""
@@ -206,7 +214,7 @@ class Descent:
 
     def _pass(self, station: Station, node: Node, grads: list[Gradients | None]) -> None:
         """Through a node of which all outputs are shared."""
-        products = through(node, grads[0])
+        products = take_through(node, grads[0])
         if products is not None:
             for operand in station.operands:
                 self._send(station, operand, products[operand])
@@ -225,12 +233,12 @@ class Descent:
         self, station: Station, node: Node, live: dict[int, Tensor], outputs: int
     ) -> dict[int, Gradients]:
         """Return products of all operands in closed form; empty: some have none."""
-        if node.name() == TABLE and not counts_ids(node):  # the same ids for all samples
+        if node.name() == EMBEDDING and not scales_by_count(node):  # the same ids for all samples
             ids = node._saved_indices.reshape(1, -1).expand(self._run.n, -1)
-            return dict.fromkeys(station.operands, looked_up(node, ids, live[0]))
+            return dict.fromkeys(station.operands, lookup_product(node, ids, live[0]))
         formed = {}
         for k in station.operands if outputs == 1 else ():
-            product = spread(node, k, live[0], lambda g: self._ask(node, [g]))
+            product = spread_over(node, k, live[0], lambda g: self._ask(node, [g]))
             if product is None:
                 return {}
             formed[k] = product
@@ -248,8 +256,8 @@ class Descent:
             out = self._ask(node, [by_output.get(k) for k in range(outputs)])
             return tuple(out[operand] for operand in station.operands)
 
-        for samples in chunks(self._run.n, most, CHUNK):
-            yield mapped(ask, [g[samples] for g in live.values()])
+        for samples in chunks(self._run.n, most, GRADIENT_ELEMENTS):
+            yield ask_each(ask, [g[samples] for g in live.values()])
 
     def _collect(
         self, station: Station, operands: Sequence[int], parts: Iterable[Sequence[Tensor | None]]
@@ -292,7 +300,7 @@ class Descent:
 
     def _ask(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
         """Return the node's own products. No hook is called, and nothing of it is recorded."""
-        if shards(node):  # which gives back what it is given
+        if is_fsdp_node(node):  # which gives back what it is given
             return tuple(grads)
         self._recorder.asking = True
         try:
@@ -300,7 +308,7 @@ class Descent:
         finally:
             self._recorder.asking = False
         products = out if isinstance(out, tuple) else (out,)
-        return tuple(map(fitted, products, node.next_functions))
+        return tuple(map(fit_to_edge, products, node.next_functions))
 
     def _measure(self, g: Gradients) -> None:
         """Note the rounding of a sum, which is that of its largest terms."""

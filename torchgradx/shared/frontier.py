@@ -12,17 +12,29 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ..graph.layout import LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched, from_sizes
+from ..graph.layout import (
+    LAST,
+    MINOR,
+    NOWHERE,
+    SECOND,
+    SEQUENCE,
+    Finding,
+    Watched,
+    layout_from_sizes,
+)
 from ..graph.nodes import Graph, Node, Shape, edges_among, is_leaf, name_of, shape_of
-from ..graph.sizes import look_of, of_sizes, rows_of
-from ..sharding import shards
+from ..graph.sizes import layout_of_node, leading_sizes, look_of
+from ..sharding import is_fsdp_node
 
-PRODUCTS = {"BmmBackward0", "MmBackward0"}
-MANY, FEW = 1024, 64  # nodes that are looked at where no forward was watched; products among them
+MATRIX_PRODUCTS = {"BmmBackward0", "MmBackward0"}
+MAX_NODES, MAX_PRODUCTS = (
+    1024,
+    64,
+)  # nodes that are looked at where no forward was watched; products among them
 
 
 @dataclass(frozen=True)
-class Plan:
+class LiftPlan:
     """The nodes above the shared ones, in the order of the climb; holds for a structure."""
 
     starts: tuple[tuple[int, bool], ...]  # (use, whether from its own parameters), see lift.py
@@ -59,19 +71,21 @@ class Plan:
         ):
             if layout is None or shape is None or before is None:
                 continue
-            use = Watched(node, graph.last(node), rows_of(shape, n))
+            use = Watched(node, graph.last(node), leading_sizes(shape, n))
             ends.append((use, layout))
             alike = look_of(shape, n) == look_of(before, self.n)
             if not alike and n != self.n and len(shape) == len(before):
                 # What kept its size while N changed is of no samples.
                 rest = tuple(0 if a == b == n else b for a, b in zip(before, shape, strict=True))
-                alike = rest.count(n) == 1 and from_sizes(rows_of(rest, n), n) == layout
-            same = same and (alike or of_sizes(graph, use, n) == layout)
+                alike = (
+                    rest.count(n) == 1 and layout_from_sizes(leading_sizes(rest, n), n) == layout
+                )
+            same = same and (alike or layout_of_node(graph, use, n) == layout)
         return same, shapes, ends
 
 
 @dataclass(frozen=True)
-class Group:
+class Climb:
     """The starts of one use: the node of its output, or its own parameters' nodes."""
 
     use: int
@@ -93,17 +107,17 @@ class Region:
         """constant: of an output of a node; None: nobody watched, and any node may be."""
         self._n, self._graph, self._constant = n, graph, constant
         starts = list(starts)
-        most = None if constant is not None else MANY
+        most = None if constant is not None else MAX_NODES
 
         def on(k: int, node: Node) -> bool:
             return self.shared(node) and (most is None or k < most)
 
         self._nodes = graph.climb(starts, on)
-        rows = [(node, Watched(node, k, rows_of(shape_of(node, k), n)))
+        rows = [(node, Watched(node, k, leading_sizes(shape_of(node, k), n)))
                 for node in self._nodes if not is_leaf(node)
                 for k in graph.numbers(node) or [0]]  # fmt: skip
-        few = self._nodes if most is None else self._nodes[:FEW]
-        products = [(node, shape_of(node, 0)) for node in few if node.name() in PRODUCTS]
+        few = self._nodes if most is None else self._nodes[:MAX_PRODUCTS]
+        products = [(node, shape_of(node, 0)) for node in few if node.name() in MATRIX_PRODUCTS]
         # the last dimension may hold samples (einsum)
         columns = [(node, Watched(node, 0, (prod(shape[:-1]), shape[-1]), second=True))
                    for node, shape in products]  # fmt: skip
@@ -120,7 +134,9 @@ class Region:
         numbers = self._graph.numbers(node)
         if not numbers or is_leaf(node) or self._constant is None:
             return bool(numbers)
-        if shards(node):  # a Function, of which the bit is not known; it gives what it is given
+        if is_fsdp_node(
+            node
+        ):  # a Function, of which the bit is not known; it gives what it is given
             return all(self.shared(child) for child, _ in node.next_functions if child)
         return all(self._constant(node, k) for k in numbers)
 
@@ -133,9 +149,9 @@ class Region:
             single = len(self._graph.numbers(node)) < 2
             layout = finding.layout
             if not proven:  # sizes say nothing of tables, nor of what may be one
-                layout = None if self.shared(node) else of_sizes(self._graph, use, self._n)
+                layout = None if self.shared(node) else layout_of_node(self._graph, use, self._n)
             elif layout == NOWHERE and not (self._constant and self.shared(node)):
-                layout = of_sizes(self._graph, use, self._n)
+                layout = layout_of_node(self._graph, use, self._n)
                 layout = NOWHERE if layout is None else layout
             layouts[node] = layout if single and isinstance(layout, int) else None
         for (node, use), finding in zip(columns, rest[: len(columns)], strict=True):
@@ -149,8 +165,8 @@ class Region:
 
 
 def survey(
-    n: int, graph: Graph, groups: Sequence[Group], region: Region, layouts: dict[Node, int | None]
-) -> Plan:
+    n: int, graph: Graph, groups: Sequence[Climb], region: Region, layouts: dict[Node, int | None]
+) -> LiftPlan:
     """Survey groups all of whose consumers are shared, up to nodes with rows proven by sample."""
 
     def shared(node: Node) -> bool:
@@ -161,7 +177,7 @@ def survey(
     def climb(starts: Iterable[Node]) -> list[Node]:
         return graph.climb(starts, lambda k, node: shared(node) and layouts[node] is None)
 
-    def served(group: Group) -> bool:
+    def served(group: Climb) -> bool:
         for node in climb(group.starts):
             if layouts.get(node) == NOWHERE:
                 continue  # and asked for nothing
@@ -174,7 +190,7 @@ def survey(
 
     groups = [group for group in groups if served(group)]
     found = climb(node for group in groups for node in group.starts)
-    return Plan(
+    return LiftPlan(
         tuple((group.use, all(map(is_leaf, group.starts))) for group in groups),
         tuple(map(name_of, found)),
         edges_among(found),

@@ -13,16 +13,23 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..gradients.products import counts_ids, gives_on, in_closed_form, keeps_rows, makes_in_full
+from ..gradients.by_sample import GRADIENT_ELEMENTS
+from ..gradients.products import (
+    in_closed_form,
+    is_passthrough,
+    keeps_rows,
+    makes_in_full,
+    scales_by_count,
+)
 from ..graph.layout import Finding
 from ..graph.nodes import Graph, Node, shape_of
-from ..graph.unpacking import are_offloaded, asked, hides
+from ..graph.unpacking import are_offloaded, can_ask, is_copy_slices
 from ..layers.rules import Layer
 from ..ops import NATIVE
 from ..refusals import cause
 from ..sites.site import Site
-from .descent import CHUNK, Descent
-from .frontier import Group, Plan, Region, survey
+from .descent import Descent
+from .frontier import Climb, LiftPlan, Region, survey
 from .stations import Leaf, Match, Path, Trail, stations
 from .uses import Use, Uses
 
@@ -88,7 +95,7 @@ class Lift:
         found: Sequence[Finding],
         of_region: Sequence[Finding],
         proven: bool,
-    ) -> Plan | None:
+    ) -> LiftPlan | None:
         """Plan the lifted uses of a new structure. proven: weighted backwards could run."""
         uses, graph, read = start.uses, start.graph, start.read
         mixing = {
@@ -106,13 +113,13 @@ class Lift:
         asking = Asking(n, graph)
         # What is sharded by itself, or checkpointed reentrantly inside, cannot be run again.
         once = self._parameters.gathered() or not uses.have_nodes()
-        groups = [Group(k, (uses.node(k),), lambda node, ends: True) for k in sorted(mixing)]
+        groups = [Climb(k, (uses.node(k),), lambda node, ends: True) for k in sorted(mixing)]
         for k in beside:
             if own := uses.own(k, graph):
                 large = self._large_weight(n, own)
                 is_cheap = partial(asking.is_cheap, large)
-                groups.append(Group(k, own, asking.is_able if once else is_cheap))
-        groups += [Group(k, uses.own(k, graph), asking.is_able) for k in read]
+                groups.append(Climb(k, own, asking.is_able if once else is_cheap))
+        groups += [Climb(k, uses.own(k, graph), asking.is_able) for k in read]
         layouts = start.region.layouts(of_region, proven)
         plan = survey(n, graph, groups, start.region, layouts)
         return plan if plan.starts else None
@@ -122,7 +129,7 @@ class Lift:
         or that is kept for clipping; else 0."""
         kernels = [p for p in (leaf.variable for leaf in leaves) if p.dim() > 2]
         most = max((p.numel() for p in kernels if p.numel() > max(p.shape)), default=0)
-        return most if self.recorder.books or n * most > CHUNK else 0
+        return most if self.recorder.books or n * most > GRADIENT_ELEMENTS else 0
 
     def own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
         """Return the ends of the graph that are parameters of a use."""
@@ -131,7 +138,7 @@ class Lift:
     def match(
         self,
         run: Any,
-        plan: Plan,
+        plan: LiftPlan,
         uses: Sequence[Use],
         sites: Sequence[Site],
         outputs: Sequence[Tensor],
@@ -210,8 +217,8 @@ class Asking:
 
     def is_able(self, node: Node, ends: bool) -> bool:
         """ends: of the frontier."""
-        asked_twice = asked(node)[0] and not counts_ids(node)
-        return asked_twice and (not hides(node) or self._is_offloaded)
+        asked_twice = can_ask(node)[0] and not scales_by_count(node)
+        return asked_twice and (not is_copy_slices(node) or self._is_offloaded)
 
     def is_cheap(self, large: int, node: Node, ends: bool) -> bool:
         """Return True if asking a node costs less than running its module again. large: see
@@ -221,7 +228,7 @@ class Asking:
         return self.is_able(node, ends) and (not ends or self._n == 1 or in_closed_form(node))
 
 
-def _walk(n: int, plan: Plan, uses: Uses) -> tuple[Match, Path | None]:
+def _walk(n: int, plan: LiftPlan, uses: Uses) -> tuple[Match, Path | None]:
     """Find a plan's nodes by climbing the graph of this pass."""
     read = {-1 - k for k, _ in plan.starts if k < 0}
     beside = {k for k, own in plan.starts if own and k >= 0}
@@ -245,11 +252,11 @@ def _walk(n: int, plan: Plan, uses: Uses) -> tuple[Match, Path | None]:
     return Match(lifted, enclosed, {}, same, ends, shapes, leaves, sorted(counted), in_full), path
 
 
-def _known(plan: Plan, outline: Any) -> Match | None:
+def _known(plan: LiftPlan, outline: Any) -> Match | None:
     """Return what was found of a plan's nodes in a graph that looks the same."""
     trails = list(plan.trails.items())  # other threads add to it
     match = next((match for look, match in trails if outline.looks(look)), None)
-    return match if match and all(map(gives_on, outline.nodes(match.trail.links))) else None
+    return match if match and all(map(is_passthrough, outline.nodes(match.trail.links))) else None
 
 
 def _placed(n: int, match: Match, outline: Any) -> Match:
@@ -268,11 +275,11 @@ def _placed(n: int, match: Match, outline: Any) -> Match:
 def _asked(match: Match, every: Callable[[], Iterable[Node]]) -> Match:
     """Add which nodes cannot be asked, and which saved through hooks. every: the graph's nodes."""
     by_node = match.stations or {}
-    opens = not any(map(hides, by_node)) or are_offloaded(every())
+    opens = not any(map(is_copy_slices, by_node)) or are_offloaded(every())
     mute, packed = [], set()
     for node, station in by_node.items():
-        answers, packs = asked(node)
-        if not answers or (hides(node) and not opens):
+        answers, packs = can_ask(node)
+        if not answers or (is_copy_slices(node) and not opens):
             mute.append(node.name())
         if packs:
             packed.add(station.key)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..gradients.products import CAST, SUM, gives_on, is_elementwise
+from ..gradients.products import ADD, CAST, is_elementwise, is_passthrough
 from ..graph.layout import BATCH, SEQUENCE, Watched
-from ..graph.nodes import Graph, Node, Shape, below, is_leaf
+from ..graph.nodes import Graph, Node, Shape, is_leaf, nodes_below
 from ..ops import NATIVE
-from .frontier import Plan
+from .frontier import LiftPlan
 
 if NATIVE:
     from .._C import Stop
@@ -96,11 +96,11 @@ class Match(NamedTuple):
 
 
 def stations(
-    graph: Graph, plan: Plan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
+    graph: Graph, plan: LiftPlan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
 ) -> Path:
     """Return the nodes between the frontier and the parameters to serve."""
     layouts = dict(zip(climbed, plan.layouts, strict=True))
-    inside = dict.fromkeys(below(node for node in climbed if layouts[node] is None))
+    inside = dict.fromkeys(nodes_below(node for node in climbed if layouts[node] is None))
     numbers = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}
     by_node = {node: Station(key, layouts.get(node), graph.last(node))
            for node, key in numbers.items()}  # fmt: skip
@@ -141,16 +141,20 @@ def _shorten(graph: Graph, by_node: dict[Node, Station], node: Node, operand: in
     the gradient that it receives. Return the sums there."""
     links: list[Node] = []
     child = node.next_functions[operand][0]
-    while by_node[child].inward and not by_node[child].leaves and gives_on(child):
+    while by_node[child].inward and not by_node[child].leaves and is_passthrough(child):
         links.append(child)
         child = child.next_functions[next(iter(by_node[child].inward))][0]
     links.append(child)
     leaves = by_node[child].leaves
-    if len(leaves) != 1 or not gives_on(child) or any(len(graph.parents[c]) > 1 for c in links):
+    if (
+        len(leaves) != 1
+        or not is_passthrough(child)
+        or any(len(graph.parents[c]) > 1 for c in links)
+    ):
         return []
     by_node[node].leaves[operand] = next(iter(leaves.values()))
     del by_node[node].inward[operand]
     for link in links:
         by_node[link].inward.clear()
         by_node[link].leaves.clear()
-    return [link for link in links if link.name() == SUM]
+    return [link for link in links if link.name() == ADD]

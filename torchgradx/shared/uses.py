@@ -15,7 +15,7 @@ from ..ops import NATIVE
 from ..sites.native import NativeSite
 from ..sites.rerun import FallbackSite
 from ..sites.site import Site
-from .frontier import Plan
+from .frontier import LiftPlan
 from .stations import Leaf
 
 Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, output of the node)
@@ -103,7 +103,7 @@ class Uses:
         nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
         return tuple(node for node in nodes if node in graph.parents)
 
-    def leaves(self, plan: Plan, called: set[int]) -> dict[int, Leaf]:
+    def leaves(self, plan: LiftPlan, called: set[int]) -> dict[int, Leaf]:
         """Return the parameters to serve, by their tensors' ids."""
         lifted = dict(plan.starts)
         others = {place for k in range(len(self._uses)) if k not in lifted

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..layers.table import Parameters
-from .standing import Standing
+from .standing import StandIns
 from .trace import Trace
 
 
@@ -20,5 +20,5 @@ class Context:
     parameters: Parameters
     options: Mapping[str, Any]
     trace: Trace
-    standing: Standing
+    standing: StandIns
     products: dict[int, list[Any]] = field(default_factory=dict)  # by recurrent module's id

@@ -15,25 +15,25 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .. import ops
 from ..gradients.by_sample import Gradients, along, deliver, size, sq_norms, total
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
-from ..graph.unpacking import saved, saves_through_hooks, unpacked
+from ..graph.unpacking import restore_leaf, save_leaf, saves_through_hooks
 from ..hooks.copies import untraced
 from ..hooks.engine import at_the_end
 from ..layers.modules import own_names, parameter_of
 from ..layers.rules import Layer
 from ..layers.table import declared_layout
 from ..refusals import RefusedError, cause
-from ..sharding import scattered
+from ..sharding import is_sharded
 from .context import Context
 from .experts import Served
 from .fallback import CLOSED, Call, Kept, per_sample_gradients, terms_of_bias
 from .packed import counts_rows
 from .regime import Outcome, Regime
-from .several import of_the_loss
+from .several import without_inner_grads
 from .stand_in import stand_in
 
 
 @dataclass
-class Use:
+class RerunUse:
     """A call of a module, without its graph."""
 
     run: Any
@@ -53,7 +53,7 @@ class Use:
         """Save what runs again. eps: of the coarsest gradient inside."""
         leaves, spec = tree_flatten(arguments)
         self.module, self.eps = module, eps
-        self.arguments, self.spec = [saved(leaf) for leaf in leaves], spec
+        self.arguments, self.spec = [save_leaf(leaf) for leaf in leaves], spec
         self.drew = self.regime.drew
         self.hooked = saves_through_hooks()
         self.shapes = [t.shape for t in outputs]
@@ -101,7 +101,7 @@ class Delivery:
 
     @untraced
     def _arrive(
-        self, use: Use, needed: list[int], ends: list[tuple[int, int]], incoming: Any
+        self, use: RerunUse, needed: list[int], ends: list[tuple[int, int]], incoming: Any
     ) -> None:
         task = torch._C._current_graph_task_id()
         if use.arrivals and use.arrivals[-1] != task:  # of a backward that did not end
@@ -123,7 +123,7 @@ class Delivery:
             at_the_end(partial(self._settle, use))
 
     @untraced
-    def _settle(self, use: Use) -> None:
+    def _settle(self, use: RerunUse) -> None:
         """Deliver what a backward brought, or refuse."""
         grads = use.take_grads()
         if all(g is None for g in grads):
@@ -133,21 +133,21 @@ class Delivery:
             self._recorder.refuse(self._index, "several_backwards")
             return
         try:
-            arguments = tree_unflatten([unpacked(leaf) for leaf in use.arguments], use.spec)
+            arguments = tree_unflatten([restore_leaf(leaf) for leaf in use.arguments], use.spec)
             self._deliver(use, grads, arguments)
         except Exception as error:  # never from inside backward()
             if use.hooked and arguments is None:
                 raise  # but as without us, where a checkpoint cannot run its layers again
             if ops.NATIVE and not use.run.reaches(use.places):
                 return  # it has parameters that it does not use
-            sharded = scattered(use.module.parameters())
+            sharded = is_sharded(use.module.parameters())
             self._failed(RefusedError("sharded_apart") if sharded else error)
         if not use.run.retained:
             use.arguments.clear()
         if use.several:  # after all that is queued already
             at_the_end(partial(self._audit.compare_deferred, use.places))
 
-    def _deliver(self, use: Use, grads: list[Tensor | None], arguments: Any) -> None:
+    def _deliver(self, use: RerunUse, grads: list[Tensor | None], arguments: Any) -> None:
         """Give the pass the gradients by sample, from whatever has them."""
         run, layout, samples = use.run, self._layout_of(use), use.samples
         if layout == SHARED:
@@ -174,7 +174,7 @@ class Delivery:
         how = layout, use.first, use.regime, samples, use.outcomes
         call = Call(use.module, names, arguments, grads, run.n, *how)
         if any(grads[k] is not None for k in use.inner):
-            call = of_the_loss(call, use.inner, self._silent)
+            call = without_inner_grads(call, use.inner, self._silent)
         by_name = self._closed(call) if self._closed else None
         if by_name is None:
             self._deliver_chunks(use, call)
@@ -184,16 +184,16 @@ class Delivery:
         for place, g in zip(use.places, gradients, strict=True):
             deliver(run, self._recorder, place, g)
 
-    def _layout_of(self, use: Use) -> int:
+    def _layout_of(self, use: RerunUse) -> int:
         proven = self.declared < 0 and 0 <= use.number < len(use.run.layouts)
         return use.run.layouts[use.number] if proven else self.presumed
 
-    def _is_unproven(self, use: Use) -> bool:
+    def _is_unproven(self, use: RerunUse) -> bool:
         """Return True for several outputs of which nothing proved where their samples are."""
         is_said = self.fixed or self.declared >= 0
         return use.number < 0 and len(use.shapes) > 1 and use.run.n > 1 and not is_said
 
-    def _deliver_chunks(self, use: Use, call: Call) -> None:
+    def _deliver_chunks(self, use: RerunUse, call: Call) -> None:
         """Run the module again, and give the pass the gradients of so many samples at a time."""
         run, places = use.run, use.places
         if self._recorder.books:
@@ -218,7 +218,7 @@ class Delivery:
         if dots:
             run.add_dots(torch.cat(dots))
 
-    def _compare(self, use: Use, call: Call, gradients: Sequence[Gradients]) -> None:
+    def _compare(self, use: RerunUse, call: Call, gradients: Sequence[Gradients]) -> None:
         """Add sums over samples to what is compared with the gradients received, if it is."""
         always, auditing, n = self._audit.always, self._recorder.auditing, use.run.n
         compared = [auditing or place in always for place in use.places]

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ..gradients.by_sample import deliver, total
 from ..gradients.grouped import Grouped, Pairs
-from ..gradients.products import CAST, LINKS, POINTWISE, transposes
+from ..gradients.products import CAST, LINKS, POINTWISE, is_transpose
 from ..graph.layout import Watched, owners
-from ..graph.nodes import Node, is_leaf, shape_of, signed
-from ..graph.owners import MAPPING, PRODUCTS, Owned, owners_within, saved
+from ..graph.nodes import Node, is_leaf, shape_of, to_signed
+from ..graph.owners import MAPPING, ROWS_OPERAND, Owned, owners_within, saved_value
 from ..hooks.copies import untraced
 from .several import End
 
@@ -46,7 +46,7 @@ RANKS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
 
 
 @dataclass(eq=False)
-class Product:
+class ExpertProduct:
     """One product of a call."""
 
     node: Node
@@ -68,7 +68,7 @@ class Product:
         if not self.saved:  # [O], or a row each
             fits = out[1:] == sizes and made == (sizes if one else out)
             return fits and len(sizes) == 1 and not turned
-        if saved(self.node, self.saved) is None or one != (name in SINGLE):
+        if saved_value(self.node, self.saved) is None or one != (name in SINGLE):
             return False
         if turned != (self.saved == "mat2"):
             sizes = sizes[::-1]
@@ -96,10 +96,10 @@ class Product:
         return (right, left) if self.turned else (left, right)
 
 
-class Group(NamedTuple):
+class ExpertGroup(NamedTuple):
     """All products with one parameter's matrices."""
 
-    products: list[Product]
+    products: list[ExpertProduct]
     pairs: Pairs  # of their rows, in this order
 
 
@@ -107,13 +107,13 @@ class Products(NamedTuple):
     """All that a call's output has of its module's parameters. Empty: something else, or the
     samples of their rows do not show."""
 
-    of: Mapping[int, Group]  # by the parameters' places
+    of: Mapping[int, ExpertGroup]  # by the parameters' places
     ends: list[End]  # what a proof holds their rows against
     # nodes that move rows by their values, each sample's to its own, and how many others there are
     by_row: Mapping[Node, int]
 
 
-NONE = Products({}, [], {})
+NO_PRODUCTS = Products({}, [], {})
 
 
 class Served:
@@ -123,7 +123,7 @@ class Served:
         self,
         run: Any,
         recorder: Any,
-        groups: Mapping[int, Group],
+        groups: Mapping[int, ExpertGroup],
         parameters: Mapping[int, Tensor],
         eps: float,
         failed: Callable[[Exception], None],
@@ -190,28 +190,28 @@ def products_of(
     rows, end = owners(leads, n).get(layout), (out.grad_fn, out.output_nr)
     first = operands[0].grad_fn if operands else None
     if rows is None or first is None:
-        return NONE
+        return NO_PRODUCTS
     nodes = _between(end[0], first)
     products = _all_uses(nodes, parameters)
     if not products:
-        return NONE
+        return NO_PRODUCTS
     rows = rows.to(operands[0].device)
     owned = owners_within(end, rows, nodes, n, leads, {p.node: p.rows for p in products})
     of_inputs, of_products = _input_flags(nodes, owned, n, layout), _product_flags(products, owned)
     moves = _moves(nodes, owned, n, start)
     if of_inputs is None or of_products is None or moves is None:
-        return NONE
+        return NO_PRODUCTS
     groups = _groups(products, owned, parameters, n)
     pairs = list(dict.fromkeys(group.pairs for group in groups.values()))
     is_doubtful, loses = _read([*of_inputs, *of_products, *moves.flags], moves.lost, pairs)
     if is_doubtful:
-        return NONE
+        return NO_PRODUCTS
     by_row = {node for node in nodes if node.name() in RANKS}
     by_row |= {node for node, lossy in zip(moves.nodes, loses, strict=True) if not lossy}
     return Products(groups, _ends(products, owned, n), dict.fromkeys(by_row, sum(loses)))
 
 
-def _all_uses(nodes: Sequence[Node], parameters: Mapping[int, Tensor]) -> list[Product]:
+def _all_uses(nodes: Sequence[Node], parameters: Mapping[int, Tensor]) -> list[ExpertProduct]:
     """Return the products, if these are all that nodes do with the parameters; else none."""
     leaves = {id(p): place for place, p in parameters.items()}
     products = [product for node in nodes for product in _products(node, leaves, parameters)]
@@ -238,7 +238,7 @@ def _input_flags(nodes: Sequence[Node], owned: Owners, n: int, layout: int) -> l
     return flags
 
 
-def _product_flags(products: Sequence[Product], owned: Owners) -> list[Tensor] | None:
+def _product_flags(products: Sequence[ExpertProduct], owned: Owners) -> list[Tensor] | None:
     """Return flags, of which none may be set if the products' rows have owners."""
     flags: list[Tensor] = []
     for product in products:
@@ -289,7 +289,7 @@ def _read(
     return any(is_set[: len(flags)]), is_set[len(flags) :]
 
 
-def _ends(products: Sequence[Product], owned: Owners, n: int) -> list[End]:
+def _ends(products: Sequence[ExpertProduct], owned: Owners, n: int) -> list[End]:
     ends = []
     for node in dict.fromkeys(product.node for product in products):
         own = owned[node, 0].owners
@@ -299,11 +299,11 @@ def _ends(products: Sequence[Product], owned: Owners, n: int) -> list[End]:
 
 
 def _groups(
-    products: Sequence[Product], owned: Owners, parameters: Mapping[int, Tensor], n: int
-) -> dict[int, Group]:
+    products: Sequence[ExpertProduct], owned: Owners, parameters: Mapping[int, Tensor], n: int
+) -> dict[int, ExpertGroup]:
     """Return the products by their parameters' places. Those whose rows are seen to be the same
     share their pairs."""
-    groups: dict[int, Group] = {}
+    groups: dict[int, ExpertGroup] = {}
     pairs: dict[Any, Pairs] = {}
     for place in dict.fromkeys(product.place for product in products):
         its, count = [p for p in products if p.place == place], len(parameters[place])
@@ -313,7 +313,7 @@ def _groups(
         if key not in pairs:
             matrix = torch.cat([p.matrices(count, owners[0].device) for p in its])
             pairs[key] = Pairs(torch.cat(owners), matrix, n, count)
-        groups[place] = Group(its, pairs[key])
+        groups[place] = ExpertGroup(its, pairs[key])
     return groups
 
 
@@ -339,7 +339,7 @@ def _doubts(node: Node, made: Owned) -> list[Tensor] | None:
     along = name in ALONG or name in RANKS
     if name in MAPPING:
         indices = getattr(node, "_saved_indices", None)
-        if indices is None and signed(node._saved_dim) != 0:
+        if indices is None and to_signed(node._saved_dim) != 0:
             along = True
         else:
             return [] if indices is None or indices[0] is not None else None
@@ -347,12 +347,16 @@ def _doubts(node: Node, made: Owned) -> list[Tensor] | None:
         operand = node.next_functions[0]
         whole = len(shape if operand[0] is None else shape_of(*operand))
         dims = node._saved_dim if name == "SumBackward1" else (node._saved_dim,)
-        rows = prod(shape[: min(signed(dim) % max(1, whole) for dim in dims)])
+        rows = prod(shape[: min(to_signed(dim) % max(1, whole) for dim in dims)])
         if not len(owned) or rows % len(owned) == 0:
             return []
         each = owned.view(rows, -1)  # what it works along may be of one sample
         return [(each != each[:, :1]).any()]
-    return [] if name in PRODUCTS and node.next_functions[PRODUCTS[name]][0] is not None else None
+    return (
+        []
+        if name in ROWS_OPERAND and node.next_functions[ROWS_OPERAND[name]][0] is not None
+        else None
+    )
 
 
 def _place(child: Node, leaves: Mapping[int, int]) -> int | None:
@@ -361,33 +365,33 @@ def _place(child: Node, leaves: Mapping[int, int]) -> int | None:
 
 def _products(
     node: Node, leaves: Mapping[int, int], parameters: Mapping[int, Tensor]
-) -> Iterator[Product]:
+) -> Iterator[ExpertProduct]:
     """Yield a node's products with matrices of parameters."""
     for operand, which in OPERANDS.get(node.name(), {}).items():
         edge, turned = (node, operand), which[1] == "mat2"
-        matrix = saved(node, "offs") if node.name() == GROUPED else None
+        matrix = saved_value(node, "offs") if node.name() == GROUPED else None
         child = node.next_functions[operand][0]
         while child is not None and not is_leaf(child):
             chosen = _chosen(child) if matrix is None else None
             if chosen is not None:
                 matrix = chosen
-            elif transposes(child):
+            elif is_transpose(child):
                 turned = not turned
             elif child.name() != CAST:
                 break
             edge, child = (child, 0), child.next_functions[0][0]
         place = _place(child, leaves)
         if place is not None and matrix is not None:
-            product = Product(node, place, operand, edge, matrix, turned, *which)
+            product = ExpertProduct(node, place, operand, edge, matrix, turned, *which)
             if product.fits(parameters[place]):
                 yield product
 
 
 def _chosen(node: Node) -> int | Tensor | None:
     """Return the matrix that a node takes from a parameter, or those that it takes by ids."""
-    if node.name() == "SelectBackward0" and signed(node._saved_dim) == 0:
-        return signed(node._saved_index) % shape_of(*node.next_functions[0])[0]
-    ids = saved(node, "indices") if node.name() == "IndexBackward0" else None
+    if node.name() == "SelectBackward0" and to_signed(node._saved_dim) == 0:
+        return to_signed(node._saved_index) % shape_of(*node.next_functions[0])[0]
+    ids = saved_value(node, "indices") if node.name() == "IndexBackward0" else None
     if not ids or len(ids) > 1 or ids[0].dtype != torch.long or ids[0].dim() != 1:
         return None
     chosen: Tensor = ids[0]

@@ -21,24 +21,23 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ..gradients.by_sample import Gradients, weighted
+from ..gradients.by_sample import GRADIENT_ELEMENTS, Gradients, weighted
 from ..gradients.outer import LookedUp, Outer
 from ..graph.arguments import tensors_in
 from ..graph.layout import BATCH, SEGMENTS, SEQUENCE
-from ..graph.nodes import below
+from ..graph.nodes import nodes_below
 from ..hooks.versions import Versions
 from ..reference.chunks import accumulation_dtype, chunks
 from ..refusals import RefusedError, cause
 from .packed import as_rows
 from .regime import OtherOutputsError, Outcome, Regime, require_same
-from .stand_in import copy_state, put, stand_in
+from .stand_in import copy_state, stand_in, swap_tensors
 
 Silent = Callable[[], contextlib.AbstractContextManager[None]]
 Chunks = Iterator[tuple[slice, list[Tensor]]]
 
 CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
 TABLES = ("EmbeddingBackward0", "EmbeddingBagBackward0")
-CHUNK = 1 << 23  # elements of per-sample gradients at a time: 32 MiB of float32
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def _by_vmap(call: Call) -> Chunks:
     wholes = [None if g is None else torch.full_like(g, torch.nan) for g in compared]
     within = replace(call, grads=wholes)
     shares: list[Any] = [_pieces(within, t) for t in wholes if t is not None]
-    for chunk in chunks(call.n, sum(p.numel() for p in parameters.values()), CHUNK):
+    for chunk in chunks(call.n, sum(p.numel() for p in parameters.values()), GRADIENT_ELEMENTS):
         here = [leaf if piece is None else piece[chunk]
                 for leaf, piece in zip(leaves, pieces, strict=True)]  # fmt: skip
         found, outputs = mapped(parameters, here, [g[chunk] for g in grads])
@@ -245,7 +244,9 @@ def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     args, kwargs = call.arguments
     by_name = dict(call.module.named_parameters(remove_duplicate=False))
     parameters = [by_name[name].detach().requires_grad_() for name in call.names]
-    put(call.module, {id(by_name[n]): p for n, p in zip(call.names, parameters, strict=True)})
+    swap_tensors(
+        call.module, {id(by_name[n]): p for n, p in zip(call.names, parameters, strict=True)}
+    )
     with torch.enable_grad():
         outputs = tensors_in(_Forward(call.module)(*args, **kwargs))
     both = zip(outputs, call.grads, strict=False)
@@ -260,7 +261,7 @@ def _by_replay(call: Call) -> Chunks:
     both = zip(outputs, call.grads, strict=True)  # of others' parameters, an output has no graph
     pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
     owners = [_owners(call, g, g is call.grads[0]) for _, g in pairs]
-    for chunk in chunks(call.n, sum(p.numel() for p in parameters), CHUNK):
+    for chunk in chunks(call.n, sum(p.numel() for p in parameters), GRADIENT_ELEMENTS):
         found = []
         for sample in range(chunk.start, chunk.stop):
             masked = [g.where(of == sample, 0) for (_, g), of in zip(pairs, owners, strict=True)]
@@ -278,7 +279,7 @@ def _by_replay(call: Call) -> Chunks:
 
 def _same_alone(outputs: Sequence[Tensor]) -> None:
     """Raise where a sample's part in the batch's gradient is not what it would be alone."""
-    for node in below(t.grad_fn for t in outputs if t.grad_fn is not None):
+    for node in nodes_below(t.grad_fn for t in outputs if t.grad_fn is not None):
         if node.name() in TABLES and node._saved_scale_grad_by_freq:
             raise RefusedError("scale_grad_by_freq")
 

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import ops
 from ..graph.layout import BATCH, SECOND, SEQUENCE
-from ..hooks.copies import Hook, keep_out, let_in, stock_of, untraced
+from ..hooks.copies import Hook, exclude_from_copies, include_in_copies, stock_of, untraced
 from ..layers.rules import Layer, rule_named
 from ..layers.table import declared_layout, owns_backward
 from ..plan.gpu import gpu_of
@@ -28,7 +28,7 @@ if ops.NATIVE:
 
 MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
 MIXED = (_BatchNorm, nn.RNNBase, nn.MultiheadAttention)  # of which some calls mix samples
-CALL = nn.Module._call_impl.__code__
+MODULE_CALL = nn.Module._call_impl.__code__
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/nodes/site.h
 
 
@@ -45,7 +45,7 @@ def why_mixed(module: nn.Module, arguments: Sequence[Any], n: int) -> str | None
 def call_of_hook() -> FrameType:
     """Return the frame of the module call that this hook belongs to; it lasts to the last hook."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not CALL and frame.f_back is not None:
+    while frame is not None and frame.f_code is not MODULE_CALL and frame.f_back is not None:
         frame = frame.f_back
     assert frame is not None
     return frame
@@ -65,7 +65,7 @@ class Hooks:
     def __init__(self, module: nn.Module) -> None:
         self._kind = stock_of(type(module))
         self._handles: list[Any] = []
-        keep_out(self._kind)
+        exclude_from_copies(self._kind)
 
     def add(
         self,
@@ -80,7 +80,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        let_in(self._kind)
+        include_in_copies(self._kind)
 
 
 class NativeSite:

@@ -53,7 +53,7 @@ def as_rows(samples: Tensor, t: Tensor) -> Tensor:
     return rows.view(*rows.shape, *[1] * (t.dim() - rows.dim()))
 
 
-def why_not(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:
+def why_not_rerun(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:
     """Return the cause for which a module cannot run again by sample, as far as its call shows."""
     if any(p.is_complex() for p in parameters):
         return "complex"

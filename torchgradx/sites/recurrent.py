@@ -34,7 +34,7 @@ class RecurrentSite(FallbackSite):
     def _attend(self, context: Context) -> None:
         module, options = self._module, context.options
         self._stock = stock_of(type(module))
-        self._closed = partial(through_time.beside, self.layer.notes)
+        self._closed = partial(through_time.run_beside, self.layer.notes)
         self._strict = options["backend"] == "native"
         self._products = context.products.setdefault(id(module), [])
         context.standing.put(module, _forward_of)[id(module)] = Hook(self._forward)
@@ -42,7 +42,7 @@ class RecurrentSite(FallbackSite):
     def _forward(self, module: Any, input: Any, hx: Any) -> Any:
         run = self._recorder.current()
         trained = any(p is not None and p.requires_grad for p in module._parameters.values())
-        served = run is not None and trained and through_time.served(module, input, hx)
+        served = run is not None and trained and through_time.can_serve(module, input, hx)
         if served and through_time.keeps_outputs(module, input):
             return through_time.run(self._layer, module, input, hx)
         if run is not None and trained and self._strict and not served:
@@ -61,7 +61,7 @@ class BesideSite(FallbackSite):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._closed = partial(through_time.beside, self.layer.notes)
+        self._closed = partial(through_time.run_beside, self.layer.notes)
         self.layer.notes["through time"] = None
 
     @property
@@ -71,7 +71,7 @@ class BesideSite(FallbackSite):
         return casts and not isinstance(self._module, nn.LSTM)
 
 
-class Product:
+class RecurrentWeight:
     """One weight of a recurrent module, which is a Linear over all steps."""
 
     fixed = False

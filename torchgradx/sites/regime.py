@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..kept import random_state_kept
 from ..refusals import RefusedError
 
-KEPT = 1 << 14  # elements of an output
-HALF = 1e-4  # rounding units above it are of halves
+KEPT_ELEMENTS = 1 << 14  # elements of an output
+HALF_EPS = 1e-4  # rounding units above it are of halves
 GROSS = 1e-2  # a difference that is none of rounding, where terms cancel; halves have no such bound
 ROUNDINGS = 1024.0  # that may differ between a batch and its samples, as in a cosine times 64
 ROUNDINGS_OF_HALVES = 4.0  # their sums are made in float32
@@ -132,12 +132,12 @@ def require_same(outcomes: Sequence[Outcome | None], again: Sequence[Tensor | No
     for before, now in zip(outcomes, again, strict=False):
         if before is None or now is None:
             continue
-        roundings = ROUNDINGS_OF_HALVES if before.eps > HALF else ROUNDINGS
+        roundings = ROUNDINGS_OF_HALVES if before.eps > HALF_EPS else ROUNDINGS
         difference = before.difference(now)
         if difference > roundings * before.eps:
-            raise OtherOutputsError(difference > GROSS and before.eps < HALF)
+            raise OtherOutputsError(difference > GROSS and before.eps < HALF_EPS)
 
 
 def _elements(t: Tensor) -> Tensor:
     """Take every so many; the step is odd, for not all to be of the same columns."""
-    return t.reshape(-1)[:: t.numel() // KEPT | 1]
+    return t.reshape(-1)[:: t.numel() // KEPT_ELEMENTS | 1]

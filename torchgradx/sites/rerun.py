@@ -15,18 +15,18 @@ from torch.utils._pytree import tree_leaves
 
 from .. import ops
 from ..graph.arguments import tensors_in
-from ..graph.nodes import coarsest
+from ..graph.nodes import coarsest_eps
 from ..graph.sizes import look_of
 from ..graph.unpacking import saves_through_hooks
 from ..hooks.copies import stock_of
 from ..layers.modules import CONTAINERS, parameter_of, same_parameters
 from ..layers.rules import Layer
 from .context import Context
-from .delivery import Delivery, Use
-from .experts import NONE, Group, Served, is_experts, products_of
+from .delivery import Delivery, RerunUse
+from .experts import NO_PRODUCTS, ExpertGroup, Served, is_experts, products_of
 from .fallback import CHANNELS_FIRST
 from .native import MIXED, Hooks, why_mixed
-from .packed import samples_of, why_not
+from .packed import samples_of, why_not_rerun
 from .regime import Regime, may_draw, outcomes_of
 from .several import end_of, ends_at, ends_of_module, made_from_others, needed_by
 from .stand_in import has_users_forward, makes_weight
@@ -57,7 +57,7 @@ class FallbackSite(Delivery):
 
     def __init__(self, module: nn.Module, layer: Layer, index: int, context: Context) -> None:
         super().__init__(module, layer, index, context)
-        self._eps: dict[Any, float] = {}  # see Use
+        self._eps: dict[Any, float] = {}  # see RerunUse
         self._call = _OfThread()
         self._mixes = isinstance(module, MIXED)
         # [experts, *, *] each: products with their matrices may be all that it does with them
@@ -133,10 +133,10 @@ class FallbackSite(Delivery):
         if run is None or torch._C._are_functorch_transforms_active():
             return None
         samples = samples_of(out, run.n)
-        why_not = self._why_not((args, kwargs), parameters, samples is not None, run.n)
-        if why_not:
-            run.refuse(self._index, why_not)
-        if why_not or not parameters:
+        why_not_rerun = self._why_not((args, kwargs), parameters, samples is not None, run.n)
+        if why_not_rerun:
+            run.refuse(self._index, why_not_rerun)
+        if why_not_rerun or not parameters:
             return None
         changed = copy_shared_outputs(module, out) if torch.is_grad_enabled() else None
         outputs = tensors_in(changed or out)
@@ -164,7 +164,7 @@ class FallbackSite(Delivery):
             return mixes if parameters or mixes == "batch_statistics" else None
         if not all(p.is_leaf for p in parameters.values()):
             return "computed"
-        return why_not(parameters.values(), arguments, packs, n)
+        return why_not_rerun(parameters.values(), arguments, packs, n)
 
     def _note(
         self,
@@ -188,7 +188,7 @@ class FallbackSite(Delivery):
             return
         # The base of one of several may be what another is made from.
         end, wrapped = end_of(first) if single else first, saves_through_hooks()
-        products = NONE
+        products = NO_PRODUCTS
         if self._has_experts and single and recorded and not wrapped:
             leads = first.shape[: self.leads(first.dim())]
             how = run.n, self.presumed, self._call.first
@@ -207,7 +207,7 @@ class FallbackSite(Delivery):
             )
             forwards.note_ends(self._index, first, others)
         regime = self._call.regime or Regime.current(first.device, draws=False)
-        use = Use(run, number, parameters, regime, first.shape, samples)
+        use = RerunUse(run, number, parameters, regime, first.shape, samples)
         ends, versions = ends_by_node([end] if single else outputs), [t._version for t in outputs]
         listen = partial(self._listen, use, arguments, outputs, ends, versions, products.of)
         if self._lifted and single and recorded and not wrapped:
@@ -220,22 +220,22 @@ class FallbackSite(Delivery):
         graph's nodes this time."""
         run, number, node, output_nr, version, autocast = known
         regime = Regime(out.device.type, autocast, None)
-        use = Use(run, number, self._trained(self._module), regime, out.shape)
+        use = RerunUse(run, number, self._trained(self._module), regime, out.shape)
         self._listen(use, (args, {}), [out], {node: [(0, output_nr)]}, [version])
 
     def _listen(
         self,
-        use: Use,
+        use: RerunUse,
         arguments: Any,
         outputs: list[Tensor],
         ends: Ends,
         versions: list[int],
-        products: Mapping[int, Group] = NONE.of,
+        products: Mapping[int, ExpertGroup] = NO_PRODUCTS.of,
     ) -> None:
         """Save what the backward of a call needs, and register for what arrives at its ends."""
         kinds = use.regime.autocast, *(t.dtype for t in outputs)
         if kinds not in self._eps:
-            self._eps[kinds] = coarsest(ends, tensors_in(arguments))
+            self._eps[kinds] = coarsest_eps(ends, tensors_in(arguments))
         self._lifted = False
         use.save(self._module, arguments, outputs, self._eps[kinds])
         if has_users_forward(self._module):
@@ -261,7 +261,7 @@ def copy_shared_outputs(module: nn.Module, out: Any) -> Any:
 
     An LSTMCell makes its h from its c: to a copy of c no gradient comes but the loss's. What is
     written over a view puts another node in its node's place, but for a copy. A user's module may
-    keep its outputs, or have them share memory: it is run once more, see of_the_loss.
+    keep its outputs, or have them share memory: it is run once more, see without_inner_grads.
     """
     stock = stock_of(type(module))
     if stock is nn.LSTMCell:

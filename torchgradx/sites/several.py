@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..graph.layout import BATCH, SEQUENCE, Watched, owners
-from ..graph.nodes import Graph, below
+from ..graph.nodes import Graph, nodes_below
 from .fallback import Call, copy_to_run, dim_of, run_again
 from .regime import Regime
 
@@ -127,7 +127,7 @@ def end_of(t: Tensor) -> Tensor:
 def needed_by(node: Any, parameters: dict[int, Tensor], arguments: list[Any]) -> list[int]:
     """Return the parameters that every plain backward() through this node needs."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
-    reached = {child for inner in below([node], before) for child, _ in inner.next_functions}
+    reached = {child for inner in nodes_below([node], before) for child, _ in inner.next_functions}
     edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in parameters.items()}
     return [place for place, edge in edges.items() if edge.node in reached]
 
@@ -136,11 +136,11 @@ def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
     """Return outputs that others were made from: their gradients are the module's too."""
     before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
     ends = {end: k for end, k in ends_at(outputs).items() if end[0] not in before}
-    nodes = below((node for node, _ in ends), before)
+    nodes = nodes_below((node for node, _ in ends), before)
     return {ends[edge] for node in nodes for edge in node.next_functions if edge in ends}
 
 
-def of_the_loss(
+def without_inner_grads(
     call: Call, inner: set[int], silent: Callable[[], AbstractContextManager[None]]
 ) -> Call:
     """Return the call without the gradients of outputs (`inner`) that came through others."""

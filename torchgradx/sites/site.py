@@ -11,16 +11,16 @@ from ..layers.rules import Layer, rule_named
 from ..layers.table import Parameters, owns_backward
 from .context import Context
 from .native import NativeSite
-from .recurrent import BesideSite, Product, RecurrentSite
+from .recurrent import BesideSite, RecurrentSite, RecurrentWeight
 from .rerun import FallbackSite
 
-Site: TypeAlias = NativeSite | FallbackSite | Product
+Site: TypeAlias = NativeSite | FallbackSite | RecurrentWeight
 
 
 def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Site:
     kind: Any = NativeSite
     if layer.inside:
-        kind = Product
+        kind = RecurrentWeight
     elif layer.kind == "recurrent":
         kind = RecurrentSite if owns_backward(context.options) else BesideSite
     elif layer.kind == "vmap" or rule_named(layer.kind).closed:
@@ -37,4 +37,4 @@ class ProbeParts(NamedTuple):
     layers: Sequence[Layer]
     options: Mapping[str, Any]
     sites: Sequence[Site]  # by layer; none before they are made and after they have left
-    known: dict[str, dict[Any, Any]]  # see `known`
+    known: dict[str, dict[Any, Any]]  # see verdict.cache_of

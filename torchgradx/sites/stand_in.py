@@ -33,7 +33,9 @@ def stand_in(module: nn.Module, weights: bool | None = None) -> nn.Module:
     twin, users = _shallow(module, {}), has_users_forward(module)
     if users if weights is None else weights:
         kept = [p for p in twin.parameters() if p.requires_grad or type(p) is nn.Parameter]
-        put(twin, {id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in kept})
+        swap_tensors(
+            twin, {id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in kept}
+        )
     copies: dict[int, Any] = {id(p): p for p in twin.parameters()}
     for part in twin.modules() if users else ():
         for name in set(vars(part)) - OF_TORCH:
@@ -76,7 +78,7 @@ def has_users_forward(module: nn.Module) -> bool:
     )
 
 
-def put(module: nn.Module, swaps: dict[int, Tensor]) -> None:
+def swap_tensors(module: nn.Module, swaps: dict[int, Tensor]) -> None:
     """Let a stand-in compute with other tensors, by the ids of those that they replace."""
     for m in module.modules():
         parameters = {key: swaps.get(id(p), p) for key, p in m._parameters.items()}

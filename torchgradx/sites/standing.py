@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from ..hooks.copies import stock_of, swapped
+from ..hooks.copies import make_subclass, stock_of
 
-_standing: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Standing]]] = (
+_standing: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[StandIns]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-class Standing:
+class StandIns:
     """What one probe has put in the place of modules' classes."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,7 +49,7 @@ class Standing:
         if stock not in self._classes:
             sites: dict[int, Any] = {}
             former = self._former if self.formers else None
-            self._classes[stock] = swapped(stock, forward_of, sites, altered, former), sites
+            self._classes[stock] = make_subclass(stock, forward_of, sites, altered, former), sites
         kind, sites = self._classes[stock]
         self._kinds[id(module)] = module.__class__ = kind
         return sites
@@ -77,20 +77,20 @@ class Standing:
                 _standing.pop(module, None)
         self._classes, self._modules = {}, []
 
-    def _forget(self, former: Standing) -> None:
+    def _forget(self, former: StandIns) -> None:
         if former in self.formers:
             self.formers.remove(former)
             self._recorder.follow([one._recorder for one in self.formers])
 
 
-def _those_of(module: nn.Module) -> list[Standing]:
+def _those_of(module: nn.Module) -> list[StandIns]:
     """Return them in the order in which they came."""
     return [one for ref in _standing.get(module, ()) if (one := ref()) is not None]
 
 
-def _removed_from(model: nn.Module) -> list[Standing]:
+def _removed_from(model: nn.Module) -> list[StandIns]:
     """Whose layers graphs in flight may run again."""
-    found: dict[Standing, None] = {}
+    found: dict[StandIns, None] = {}
     for name, module in model.named_modules():
         for one in _those_of(module):
             if one.on:

@@ -27,20 +27,20 @@ from .packed import Packed
 if ops.NATIVE:
     from .. import _C
 
-PLAIN = {Tensor, nn.Parameter}
+TENSOR_TYPES = {Tensor, nn.Parameter}
 CELLS = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}  # Cell in csrc/layers/recurrence.h
 
 # (k, of how many, its options, input, state, cell state, weights) -> states, last ones, last cells
-Layer = Callable[..., tuple[Tensor, Any, Any]]
+RunLayer = Callable[..., tuple[Tensor, Any, Any]]
 
 
-def run(layer: Layer, module: Any, input: Any, hx: Any = None) -> Any:
+def run(layer: RunLayer, module: Any, input: Any, hx: Any = None) -> Any:
     """Return what the module's own forward gives."""
     single = isinstance(module, nn.RNNCellBase)
     return (_step if single else _sequence)(layer, module, input, hx)
 
 
-def _step(layer: Layer, cell: Any, input: Tensor, hx: Any) -> Any:
+def _step(layer: RunLayer, cell: Any, input: Tensor, hx: Any) -> Any:
     lstm = isinstance(cell, nn.LSTMCell)
     h, c = hx if lstm and hx is not None else (hx, None)
     biases = (cell.bias_ih, cell.bias_hh) if cell.bias else ()
@@ -58,7 +58,7 @@ def _step(layer: Layer, cell: Any, input: Tensor, hx: Any) -> Any:
     return (h, _C.of_its_own(c.squeeze(0))) if lstm else h
 
 
-def _sequence(layer: Layer, module: Any, input: Any, hx: Any) -> Any:
+def _sequence(layer: RunLayer, module: Any, input: Any, hx: Any) -> Any:
     packed = Packed(input) if isinstance(input, PackedSequence) else None
     x = packed.data if packed else input  # [N, T, I] or [total, I]
     turns = not (packed or module.batch_first)
@@ -118,7 +118,7 @@ def _mode(module: Any) -> str:
     return "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
 
 
-def served(module: Any, input: Any, hx: Any = None) -> bool:
+def can_serve(module: Any, input: Any, hx: Any = None) -> bool:
     """Return True if csrc/nodes/recurrent.cpp knows this call; the framework's runs otherwise."""
     single = isinstance(module, nn.RNNCellBase)
     data, sizes = input[:2] if isinstance(input, PackedSequence) and not single else (input, None)
@@ -127,7 +127,7 @@ def served(module: Any, input: Any, hx: Any = None) -> bool:
     for t in (data, *states, *module._parameters.values()):
         if t is None:
             continue
-        if type(t) not in PLAIN or t.dtype is not data.dtype or t.device != data.device:
+        if type(t) not in TENSOR_TYPES or t.dtype is not data.dtype or t.device != data.device:
             return False
     device = data.device.type
     if not data.numel() or device not in ("cpu", "cuda"):
@@ -167,14 +167,14 @@ def _lowered(module: Any, sizes: Any) -> bool:
     return whole and bfloat16 and runs and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def beside(notes: dict[str, str | None], call: Call) -> dict[str, Gradients] | None:
+def run_beside(notes: dict[str, str | None], call: Call) -> dict[str, Gradients] | None:
     """Return gradients by parameter, from one more run of the module; None: it is replayed."""
     args, kwargs = call.arguments
     module: Any = copy_to_keep(call).module
     weights = recurrent_weights(module)
     ids = [id(p) for p in module._parameters.values() if p is not None]
     with call.regime.again():
-        known = served(module, *args, **kwargs)
+        known = can_serve(module, *args, **kwargs)
     if not (weights and known and len(set(ids)) == len(ids) and _a_row_each(call)):
         return None
     drops = module.training and getattr(module, "dropout", 0) > 0

@@ -30,7 +30,7 @@ if ops.NATIVE:
     from .. import _C
 
 # A layer's forward in plain PyTorch, for the compiler.
-PLAIN: dict[str, Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor]] = {
+TRACED_FORWARDS: dict[str, Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor]] = {
     "linear": lambda layer, x, w, b: F.linear(x, w, b),
     "conv2d": lambda layer, x, w, b: F.conv2d(
         x, w, b, layer.stride, layer.padding, layer.dilation, layer.groups
@@ -47,7 +47,7 @@ LOWERED = ("linear", "conv2d")  # autocast computes them in its lower precision
 def _traceable(module: Any, layer: Layer) -> bool:
     whole = not (layer.role or layer.inside or layer.pre_pad)
     other = getattr(module, "sparse", False) or getattr(module, "max_norm", None) is not None
-    return layer.kind in PLAIN and whole and not other
+    return layer.kind in TRACED_FORWARDS and whole and not other
 
 
 class Trace:
@@ -60,7 +60,7 @@ class Trace:
         self._options, self._open = options, open_pass
         self._keys: dict[int, tuple[str, str]] = {}  # by module's id: its site's key, and its kind
         self._held: list[Any] = []
-        self.calls: dict[str, Call] = {}  # of the root, while it was traced
+        self.calls: dict[str, TracedCall] = {}  # of the root, while it was traced
         _make_room()
         self._number = str(next(_numbers))  # an integer might become a symbol
         _traces[self._number] = self
@@ -122,7 +122,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """How a graph's root was called when it was traced."""
 
     how: Any  # its arguments, see _described
@@ -142,7 +142,7 @@ KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_
 
 
 @contextlib.contextmanager
-def outside(model: nn.Module, call: Call, inputs: Sequence[Tensor]) -> Iterator[Any]:
+def outside(model: nn.Module, call: TracedCall, inputs: Sequence[Tensor]) -> Iterator[Any]:
     """Call the model of a running graph as it is without the compiler, and put all back."""
     copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
     with (
@@ -219,7 +219,7 @@ def _breaks_allowed() -> bool:
 
 def _new_call(probe: str, how: Any, device: str, autocast: torch.dtype | None) -> str:
     number = str(next(_numbers))
-    _traces[probe].calls[number] = Call(how, device, autocast)
+    _traces[probe].calls[number] = TracedCall(how, device, autocast)
     return number
 
 
@@ -265,7 +265,7 @@ if ops.NATIVE:
     @torch.library.register_fake("torchgradx::trace_layer")
     def _(x: Any, weight: Any, bias: Any, token: Any, use: str) -> tuple[Tensor, Tensor]:
         layer = _layers[use.partition("/")[0]]
-        return PLAIN[layer.kind](layer, x, weight, bias), _token()
+        return TRACED_FORWARDS[layer.kind](layer, x, weight, bias), _token()
 
     @torch.library.register_fake("torchgradx::trace_backward")
     def _(g: Any, x: Any, weight: Any, bias: Any, token: Any, use: Any, wanted: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 from ..refusals import cause
 
 _C = torch._C._autograd
-MANY = 1024  # calls under no_grad that are kept
+MAX_CALLS = 1024  # calls under no_grad that are kept
 Reentrant: Any = checkpoint.CheckpointFunction._backward_cls
 
 
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
     options: PassOptions = PassOptions()  # when it ran first
 
 
-NONE = Answer()
+NOT_RECORDED = Answer()
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Frames:
         notes, first = self.turn(bool(found.serial))
         if not outside and not torch.is_grad_enabled():  # perhaps in a reentrant checkpoint
             notes.calls.append((first, found))
-            if len(notes.calls) > MANY:
+            if len(notes.calls) > MAX_CALLS:
                 notes.lost = notes.calls.pop(0)[0]
         return found
 
@@ -82,7 +82,7 @@ class Frames:
         thread, number = self._recorder.next_node()
         notes = self._notes.setdefault(thread, _Notes())
         if not notes.turns or notes.turns[-1][1] != on:
-            notes.turns = [*notes.turns[-MANY:], (number, on)]
+            notes.turns = [*notes.turns[-MAX_CALLS:], (number, on)]
         return notes, number
 
     def _again(self, thread: int, number: int, on: bool, now: Answer, outside: bool) -> Answer:
@@ -91,29 +91,31 @@ class Frames:
         turn = bisect_right(notes.turns, number, key=itemgetter(0)) - 1
         recorded = turn >= 0 and notes.turns[turn][1]
         if thread == self._born[0] and number < self._born[1]:
-            return NONE
-        if runs("_recomputation_hook"):  # only tensors to save come of the graph that it makes
-            return Answer(now.serial) if recorded else NONE
+            return NOT_RECORDED
+        if inside_checkpoint(
+            "_recomputation_hook"
+        ):  # only tensors to save come of the graph that it makes
+            return Answer(now.serial) if recorded else NOT_RECORDED
         if outside:
-            return now if on and not isinstance(node, Reentrant) else NONE
+            return now if on and not isinstance(node, Reentrant) else NOT_RECORDED
         if not isinstance(node, BackwardCFunction):
-            return now if recorded else NONE
+            return now if recorded else NOT_RECORDED
         task = torch._C._current_graph_task_id()
         notes.count = notes.count + 1 if notes.again == (task, number) else 0
         notes.again = task, number
         if number < notes.lost:
-            self._recorder.refuse(-1, cause("forgotten", many=MANY))
-            return NONE
+            self._recorder.refuse(-1, cause("forgotten", many=MAX_CALLS))
+            return NOT_RECORDED
         call = bisect_right(notes.calls, number, key=itemgetter(0)) + notes.count
         if call >= len(notes.calls):  # it ran first when there was no probe, or is no checkpoint
-            return now if on and not isinstance(node, Reentrant) else NONE
+            return now if on and not isinstance(node, Reentrant) else NOT_RECORDED
         before, found = notes.calls[call]
         if not _C._get_current_graph_task_keep_graph():  # never again: the options may go
             notes.calls[call] = before, Answer(found.serial)
         return found
 
 
-def runs(kind: str) -> bool:
+def inside_checkpoint(kind: str) -> bool:
     """Return whether hooks of this kind of torch's checkpoints are in force on this thread."""
     found: list[Any] = []
     try:
