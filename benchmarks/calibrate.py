@@ -47,8 +47,8 @@ def fitted(rows: list[dict[str, Any]], gemm: float) -> dict[str, dict[str, cost.
         problems = {p: t for p, t in by_problem(rows).items() if p.layer == layer}
         for name in rates:
             those = [(pure(name, p), gemm * t[name]) for p, t in problems.items() if name in t]
-            those = [(c, seconds - cost.CALL) for c, seconds in those if c is not None]
-            those = [(c, seconds) for c, seconds in those if seconds > cost.CALL]
+            those = [(c, seconds - cost.CALL_SECONDS) for c, seconds in those if c is not None]
+            those = [(c, seconds) for c, seconds in those if seconds > cost.CALL_SECONDS]
             if those:
                 costs, seconds = zip(*those, strict=True)
                 rates[name] = fit(list(costs), list(seconds))

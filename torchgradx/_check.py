@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .plan.cost import Problem, make_plan, plan
+from .plan.cost import make_plan, plan
 from .plan.gpu import gpu_of
 from .reference.chunks import accumulation_dtype
 

@@ -94,5 +94,12 @@ GateKernels<T> make_gate_kernels() {
   return {add<T, L>, lstm_cells<T, L>, lstm_row<T, L>, gru_row<T, L>, tanh_row<T, L>, relu_row<T, L>};
 }
 
+// All that is compiled for vectors of so many bytes, with tiles of R rows.
+template <class T, int bytes, int R>
+Isa<T> make_isa() {
+  constexpr int L = bytes / sizeof(T);
+  return {make_kernels<T, L, R>(), make_affine_kernels<T, L>(), make_gate_kernels<T, L>()};
+}
+
 }  // namespace
 }  // namespace torchgradx::cpu

@@ -95,9 +95,6 @@ struct Patches {
     return {r / each * round_up(length, lanes) + offset, int(std::min(2 * lanes, length - offset))};
   }
 
-  int64_t image_along() const {
-    return along.extent(size.width);
-  }
   void open(const Block& block, const Chunk& chunk, Workspace<acc_t>& workspace) {
     if (gathered) return;
     const int64_t C = block.columns, wide = along.extent(chunk.width), high = down.extent(chunk.height);

@@ -16,29 +16,13 @@
 
 namespace torchgradx::cpu {
 
-template <class acc_t>
-Kernels<acc_t> avx2_kernels() {
-  return make_kernels<acc_t, 32 / sizeof(acc_t), 6>();
-}
-
-template Kernels<float> avx2_kernels();
-template Kernels<double> avx2_kernels();
-
-template <class acc_t>
-AffineKernels<acc_t> avx2_affine_kernels() {
-  return make_affine_kernels<acc_t, 32 / sizeof(acc_t)>();
-}
-
-template AffineKernels<float> avx2_affine_kernels();
-template AffineKernels<double> avx2_affine_kernels();
-
 template <class T>
-GateKernels<T> avx2_gate_kernels() {
-  return make_gate_kernels<T, 32 / sizeof(T)>();
+Isa<T> avx2_isa() {
+  return make_isa<T, 32, 6>();
 }
 
-template GateKernels<float> avx2_gate_kernels();
-template GateKernels<double> avx2_gate_kernels();
+template Isa<float> avx2_isa();
+template Isa<double> avx2_isa();
 
 }  // namespace torchgradx::cpu
 

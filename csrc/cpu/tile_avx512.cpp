@@ -17,29 +17,13 @@
 
 namespace torchgradx::cpu {
 
-template <class acc_t>
-Kernels<acc_t> avx512_kernels() {
-  return make_kernels<acc_t, 64 / sizeof(acc_t), 14>();
-}
-
-template Kernels<float> avx512_kernels();
-template Kernels<double> avx512_kernels();
-
-template <class acc_t>
-AffineKernels<acc_t> avx512_affine_kernels() {
-  return make_affine_kernels<acc_t, 64 / sizeof(acc_t)>();
-}
-
-template AffineKernels<float> avx512_affine_kernels();
-template AffineKernels<double> avx512_affine_kernels();
-
 template <class T>
-GateKernels<T> avx512_gate_kernels() {
-  return make_gate_kernels<T, 64 / sizeof(T)>();
+Isa<T> avx512_isa() {
+  return make_isa<T, 64, 14>();
 }
 
-template GateKernels<float> avx512_gate_kernels();
-template GateKernels<double> avx512_gate_kernels();
+template Isa<float> avx512_isa();
+template Isa<double> avx512_isa();
 
 }  // namespace torchgradx::cpu
 

@@ -16,53 +16,34 @@ namespace torchgradx::cpu {
 
 namespace {
 
-enum class Processor { kAny, kAvx2, kAvx512 };
-
-Processor processor() {
+template <class T>
+const Isa<T>& isa() {
+  static const Isa<T> chosen = [] {
 #if defined(__x86_64__)
-  const std::string capability = at::get_cpu_capability();
-  if (capability.rfind("AVX512", 0) == 0) return Processor::kAvx512;
-  if (capability == "AVX2") return Processor::kAvx2;
+    const std::string capability = at::get_cpu_capability();
+    if (capability.rfind("AVX512", 0) == 0) return avx512_isa<T>();
+    if (capability == "AVX2") return avx2_isa<T>();
 #endif
-  return Processor::kAny;
+    return make_isa<T, 16, 6>();
+  }();
+  return chosen;
 }
 
 }  // namespace
 
-template <class acc_t>
-const Kernels<acc_t>& kernels() {
-  static const Kernels<acc_t> chosen = [] {
-#if defined(__x86_64__)
-    if (processor() == Processor::kAvx512) return avx512_kernels<acc_t>();
-    if (processor() == Processor::kAvx2) return avx2_kernels<acc_t>();
-#endif
-    return make_kernels<acc_t, 16 / sizeof(acc_t), 6>();
-  }();
-  return chosen;
+template <class T>
+const Kernels<T>& kernels() {
+  return isa<T>().tiles;
 }
 
-template <class acc_t>
-const AffineKernels<acc_t>& affine_kernels() {
-  static const AffineKernels<acc_t> chosen = [] {
-#if defined(__x86_64__)
-    if (processor() == Processor::kAvx512) return avx512_affine_kernels<acc_t>();
-    if (processor() == Processor::kAvx2) return avx2_affine_kernels<acc_t>();
-#endif
-    return make_affine_kernels<acc_t, 16 / sizeof(acc_t)>();
-  }();
-  return chosen;
+template <class T>
+const AffineKernels<T>& affine_kernels() {
+  return isa<T>().affine;
 }
 
 template <class T>
 const GateKernels<T>& gate_kernels() {
-  static const GateKernels<T> chosen = [] {
-#if defined(__x86_64__)
-    if (processor() == Processor::kAvx512) return avx512_gate_kernels<T>();
-    if (processor() == Processor::kAvx2) return avx2_gate_kernels<T>();
-#endif
-    return make_gate_kernels<T, 16 / sizeof(T)>();
-  }();
-  return chosen;
+  return isa<T>().gates;
 }
 
 template const Kernels<float>& kernels();

@@ -1,4 +1,4 @@
-// What tile_avx2.cpp and tile_avx512.cpp offer to the choice in tile_default.cpp.
+// All that is compiled for one instruction set. tile_default.cpp chooses.
 #pragma once
 
 #include "affine.h"
@@ -7,17 +7,16 @@
 
 namespace torchgradx::cpu {
 
-template <class acc_t>
-Kernels<acc_t> avx2_kernels();
-template <class acc_t>
-Kernels<acc_t> avx512_kernels();
-template <class acc_t>
-AffineKernels<acc_t> avx2_affine_kernels();
-template <class acc_t>
-AffineKernels<acc_t> avx512_affine_kernels();
 template <class T>
-GateKernels<T> avx2_gate_kernels();
+struct Isa {
+  Kernels<T> tiles;
+  AffineKernels<T> affine;
+  GateKernels<T> gates;
+};
+
 template <class T>
-GateKernels<T> avx512_gate_kernels();
+Isa<T> avx2_isa();
+template <class T>
+Isa<T> avx512_isa();
 
 }  // namespace torchgradx::cpu

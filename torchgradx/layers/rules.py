@@ -19,8 +19,8 @@ from torch.nn.utils import parametrize
 from .. import ops
 from .._check import DTYPES
 from ..hooks.copies import stock_of
-from ..plan.cost import AlgorithmPlan, Problem, plan
-from ..plan.gpu import Gpu
+from ..plan.cost import AlgorithmPlan, plan
+from ..plan.gpu import Gpu, Problem
 from . import attention
 
 if ops.NATIVE:

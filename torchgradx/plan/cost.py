@@ -9,26 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
 
-from . import gpu
-
-
-class Problem(NamedTuple):
-    """One layer's backward as integers.
-
-    For a convolution t is H'W' and i and o are of one group: i = C / groups * kH * kW.
-    """
-
-    layer: Literal["linear", "conv2d"]
-    n: int
-    t: int
-    i: int
-    o: int
-    groups: int = 1
-    itemsize: int = 4
-    weight_grad: bool = False
-    device: gpu.Gpu | None = None  # None: a CPU
+from .gpu import Problem, seconds_on_gpu
 
 
 @dataclass(frozen=True)
@@ -100,9 +82,8 @@ def _direct(p: Problem) -> Cost:
 NORMS = {"rank1": _rank1, "gram": _gram, "direct": _direct}
 ALGORITHMS = (*NORMS, "fused")
 
-CostParts = tuple[
-    tuple[str, Cost], ...
-]  # what an algorithm consists of, by the rates that it runs at
+# What an algorithm consists of, by the rates that it runs at
+CostParts = tuple[tuple[str, Cost], ...]
 
 
 def parts_of(p: Problem, algorithm: str) -> CostParts:
@@ -130,7 +111,7 @@ def _seconds(p: Problem, parts: CostParts) -> float:
 
 def seconds(p: Problem, algorithm: str) -> float:
     if p.device:
-        return gpu.seconds_on_gpu(p, algorithm)
+        return seconds_on_gpu(p, algorithm)
     beside = p.weight_grad and algorithm != "fused"
     return _seconds(p, parts_of(p, algorithm)) + CALL_SECONDS * (3 if beside else 1)
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from .cost import Problem
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,23 @@ class Gpu:
     bandwidth: float  # bytes a second
     tf32: bool = False  # float32 products by tensor cores, as torch's flag has it
     sm90: bool = False  # Hopper's own kernel serves halves: csrc/cuda/direct_sm90.cu
+
+
+class Problem(NamedTuple):
+    """One layer's backward as integers.
+
+    For a convolution t is H'W' and i and o are of one group: i = C / groups * kH * kW.
+    """
+
+    layer: Literal["linear", "conv2d"]
+    n: int
+    t: int
+    i: int
+    o: int
+    groups: int = 1
+    itemsize: int = 4
+    weight_grad: bool = False
+    device: Gpu | None = None  # None: a CPU
 
 
 def _tf32() -> bool:
