@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .plan.cost import make_plan, plan
-from .plan.gpu import gpu_of
+from .plan.gpu import Problem, gpu_of
 from .reference.chunks import accumulation_dtype
 
 Pair = tuple[int, int]
