@@ -1,8 +1,7 @@
-"""A model's attachment: options become sites, sites and the root get hooks, hooks fill a record.
+"""A probe attached to a model: its sites, its hooks on the root module, and what these call.
 
-One Pass a training forward of the root; one site a module that owns parameters. A site swaps its
-module's class for one whose forward calls the fused operator, or listens at the module's output.
-What a user can ask of an attachment is in probe.py.
+Each training forward of the root makes one Pass. Each module that owns parameters has one site,
+which swaps the module's class or hooks its output. What a user can ask is in probe.py.
 """
 
 from __future__ import annotations
@@ -48,20 +47,21 @@ if ops.NATIVE:
 else:
     Pass, Recorder = plain.Pass, plain.Recorder
 
-attachments: weakref.WeakSet[Any] = weakref.WeakSet()  # the probes that are attached
-_leaving: set[Attachment] = set()  # removed, and a graph in flight may run their layers again
+attachments: weakref.WeakSet[Any] = weakref.WeakSet()  # the attached probes
+# Removed probes whose layers a checkpointed graph may still recompute; kept alive until it is gone
+_leaving: set[Attachment] = set()
 
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.calls: list[FrameType] = []  # of the model, under way; an interrupt leaves them here
-        self.last: list[Any] | None = None  # looking from outside at the model of a compiled graph
-        self.inner: Sequence[Any] = ()  # uses of a forward under way, up to the end of an inner one
-        self.ids: Tensor | None = None  # of its rows, where the user says whose they are
+        self.calls: list[FrameType] = []  # running calls of the root; an interrupt leaves some here
+        self.eager: list[Any] | None = None  # verdicts of eager forwards of a compiled graph
+        self.inner: Sequence[Any] = ()  # uses so far, where the root calls itself
+        self.ids: Tensor | None = None  # the sample of each row, under sample_ids=
 
 
 class Attachment:
-    """A model's sites and hooks, and what they call."""
+    """A probe's sites and hooks on a model, and what they call."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         check_options(model, options)
@@ -71,7 +71,7 @@ class Attachment:
         self._parameters = Parameters(model)
         self._layers = find_layers(model, self._parameters, options)
         verdicts = cache_of(model, options)
-        forward_to = partial(weakly, weakref.ref(self))  # the graph owns what it calls
+        forward_to = partial(weakly, weakref.ref(self))  # the graph owns these callbacks
         methods = ("_began", "_finish", "_drained", "_site_called", "_received", "_pass_outside")
         count = len(self._parameters.names)
         self._recorder = Recorder(count, *map(forward_to, methods))
@@ -93,7 +93,7 @@ class Attachment:
         self._tokens = TokenWatch(options)
         self._joint: list[Pass] | None = None
         self._paused = 0
-        self._asides = 0  # contexts in which another probe has the model
+        self._asides = 0  # open contexts that lend the model to another probe
         self._local = _OfThread()
         self._hooks: Hooks | None = None
         self._listen(model)
@@ -104,7 +104,7 @@ class Attachment:
     def _listen(self, model: nn.Module) -> None:
         modules = dict(model.named_modules())
         try:
-            # The model holds none of what calls the probe: one that is lost lets go.
+            # Hooks hold the probe weakly: a probe without references removes itself.
             call = partial(weakly, weakref.ref(self))
             self._trace = Trace(self._options, call("_open_in_graph"))
             shared = (self._recorder, self._audit, self._parameters, self._options, self._trace)
@@ -128,7 +128,7 @@ class Attachment:
             raise
 
     def remove(self) -> None:
-        """Leave the model as it was, at once or when the last checkpointed graph in flight dies."""
+        """Detach from the model, at once or when its last checkpointed graph is gone."""
         self._standing.on = self._trace.on = False
         attachments.discard(self)
         self._audit.stop()
@@ -138,12 +138,13 @@ class Attachment:
         self._drained()
 
     def _drained(self) -> None:
+        """Take hooks and classes off the model, once nothing needs a removed probe any more."""
         self._unwind()
         busy = self._asides or self._recorder.held > 0 or self._recorder.depth()
         if self._standing.on:
             return
         if busy:
-            _leaving.add(self)  # a forward under way leaves at its end
+            _leaving.add(self)
             return
         _leaving.discard(self)
         for part in (self._hooks, *self._sites):
@@ -154,8 +155,8 @@ class Attachment:
         self._standing.leave()
 
     def __del__(self) -> None:
-        """Leave the model, as nobody holds the probe any more."""
-        with contextlib.suppress(Exception):  # it may be half made, or the interpreter at its end
+        """Remove a probe that nobody references any more."""
+        with contextlib.suppress(Exception):  # half made, or at the interpreter's exit
             if self._standing.on:
                 self.remove()
 
@@ -163,7 +164,7 @@ class Attachment:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self._hooks is None or self._samples.silent:
-            return  # left since torch listed the hooks of this call; or a sample runs alone
+            return  # removed since torch listed the hooks of this call; or a sample runs alone
         with without_user_modes():
             self._unwind()
             if not self._standing.on:
@@ -174,7 +175,7 @@ class Attachment:
                 self._local.calls.append(call_of_hook())
 
     def _unwind(self) -> None:
-        """End the forwards that an interrupt ended, which runs no hooks."""
+        """End forwards that an interrupt ended, for which torch ran no hooks."""
         calls = self._local.calls
         while calls and not is_running(calls[-1]):
             calls.pop()
@@ -202,18 +203,18 @@ class Attachment:
         return run
 
     def _pass_outside(self) -> Pass | None:
-        """Make the pass of a module called outside of the model's forward: it is refused."""
+        """Return a pass for a module called outside of the model's forward, which is refused."""
         if not self._record.takes(self._standing.on and not self._paused, outside=True).serial:
             return None
         run = Pass(self._recorder, 0, self._parameters.tensors())
         run.astray = True
-        self._recorder.enlist(run)  # a checkpoint's recomputation finds it there
+        self._recorder.enlist(run)  # for a checkpoint's recomputation to find
         return run
 
     def _open(
         self, module: nn.Module, n: int, serial: int, context: PassOptions
     ) -> tuple[Pass | None, bool]:
-        """Return a pass of n samples, and whether it is a new one."""
+        """Return a pass of n samples, or None where it is refused; and whether it is new."""
         parameters = self._parameters.parts()
         if self._parameters.changed():
             why_not: str | None = "model_changed"
@@ -241,7 +242,7 @@ class Attachment:
         return run, True
 
     def _open_in_graph(self, n: int, call: TracedCall, inputs: Sequence[Tensor]) -> Pass | None:
-        """Return the pass of a compiled graph that runs now."""
+        """Return the pass of the compiled graph that runs now."""
         if not self._standing.on or self._paused:
             return None
         self._settle()
@@ -253,20 +254,20 @@ class Attachment:
                 self._record.ask_scale(run)
             elif not run.in_graph:
                 run.refuse(-1, "graph_and_eager")
-            again: Any = weakref.WeakMethod(self._outside)  # the graph must not own the probe
+            again: Any = weakref.WeakMethod(self._run_eagerly)  # the graph must not own the probe
             run.outside = [*(run.outside or ()), lambda: again()(call, inputs)]
         return run
 
-    def _outside(self, call: TracedCall, inputs: Sequence[Tensor]) -> tuple[Verdict, list[Any]]:
-        """Call the model as it is without the compiler, for what is to be said of its structure."""
+    def _run_eagerly(self, call: TracedCall, inputs: Sequence[Tensor]) -> tuple[Verdict, list[Any]]:
+        """Run a compiled graph's model without the compiler; return its verdict and uses."""
         module = root_of(self._model())
-        joint, self._joint, self._local.last = self._joint, None, []
+        joint, self._joint, self._local.eager = self._joint, None, []
         try:
             with outside(module, call, inputs) as (args, kwargs):
                 module._call_impl(*args, **kwargs)
-            return self._local.last[-1]
+            return self._local.eager[-1]
         finally:
-            self._joint, self._local.last = joint, None
+            self._joint, self._local.eager = joint, None
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
         if self._hooks is None or self._samples.silent:
@@ -281,7 +282,7 @@ class Attachment:
         whole = self._recorder.depth() == 1
         trace = self._audit.forwards.stop(whole, out)
         key: Any = None if run is None else self._audit.key(run, trace)
-        verdicts = self._local.last
+        verdicts = self._local.eager
         outputs, recalled = tensors_in(out), None
         if whole and run and verdicts is None and not self._segments.applies(self._local.ids):
             recalled = self._audit.recall(run, key, trace, outputs)
@@ -290,14 +291,14 @@ class Attachment:
         self._recorder.pop()
         self._local.calls.pop()
         inner = run and self._recorder.depth() and self._recorder.current() is run
-        self._local.inner = uses if inner else []  # a root called itself: the outer outputs tell
-        if not self._standing.on and sys.exc_info()[0] is None:  # else torch walks the hooks
+        self._local.inner = uses if inner else []  # of a root that calls itself
+        if not self._standing.on and sys.exc_info()[0] is None:  # else torch iterates over hooks
             self._drained()
         if inner or not run or out is None or not self._standing.on:
             return
         if self._tokens.on and self._local.ids is None:
             self._tokens.watch(out, run.n)
-        if run.silent:  # a reentrant checkpoint's graph holds no use until it runs again
+        if run.silent:  # a reentrant checkpoint: its graph owns no use until it is recomputed
             for node in _nodes_of(out):
                 node.metadata.setdefault("torchgradx", []).append(run)
         arguments = args, kwargs or {}
@@ -306,15 +307,15 @@ class Attachment:
             self._samples.listen(run, (key[0], *key[2:]), module, arguments, out)
         if not uses and not recalled and not run.refusals:
             self._record.fates.add("no_use")
-        elif not uses and not recalled:  # nothing else would tell of its backward
+        elif not uses and not recalled:  # no use will announce its backward
             for node in _nodes_of(out):
                 node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
 
     def _examine(
         self, forward: Forward, key: Any, recalled: Any, arguments: tuple[Any, Any], out: Any
     ) -> None:
-        """Find or prove where the samples of a forward's uses are."""
-        run, verdicts = forward.run, self._local.last
+        """Look up or prove where the samples are in a forward's uses."""
+        run, verdicts = forward.run, self._local.eager
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
         elif self._segments.examine(forward, self._local.ids):
@@ -363,10 +364,10 @@ class Attachment:
             self._record.tape.add_other(place, gradient)
 
     def _settle(self) -> None:
-        """Cache verdicts once their backward has ended and matched .grad."""
+        """Cache the verdicts whose first backward has ended and matched .grad."""
         if not (self._backwards.open or self._audit.unsettled):
             return
-        if self._local.last is None and not self._record.unreal():
+        if self._local.eager is None and not self._record.unreal():
             self._backwards.sweep()
             self._audit.settle()
 
