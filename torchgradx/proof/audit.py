@@ -137,7 +137,7 @@ class Audit:
         routes = cache(partial(routes_of, forward.outputs, run.n, forward.trace.by_row))
 
         def fits(verdict: Verdict) -> bool:
-            if not verdict.is_valid(self._parameters.tensors, routes):
+            if not verdict.holds(self._parameters.tensors, routes):
                 return False
             match = match_plan(verdict.plan)
             return match is None or (match.stations is not None and not match.mute and match.same)
@@ -331,19 +331,11 @@ class Audit:
                 self._compare(key, gradient)
 
     def _compare(self, key: tuple[int, int], gradient: Tensor) -> None:
-        if not self._agrees(key, gradient):
+        """Note a gradient that is not the recorded sum."""
+        recorded = self._recorder.take_recorded(*key)
+        # Of a sharded gradient only a part is here; the recorded sum is the whole.
+        if is_sharded([gradient]) or not is_same_sum(gradient, *recorded):
             self._record.mismatched.add(key)
-
-    def _agrees(self, key: tuple[int, int], gradient: Tensor) -> bool:
-        """Return True if a gradient is the recorded sum, within rounding."""
-        if is_sharded([gradient]):  # one process's part, where the recorded sum is the whole
-            return False
-        recorded, rounding = self._recorder.take_recorded(*key)
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if recorded is None or not bool(recorded.any()):
-            return not bool(gradient.any())
-        return is_same_sum(gradient.reshape(-1), recorded, rounding)
 
     @property
     def unsettled(self) -> bool:

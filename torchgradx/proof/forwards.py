@@ -52,9 +52,7 @@ class Memory:
         """Return {use: layout of its input} for uses of a view of the model's argument."""
         return _look_up(self.anchored, uses)
 
-    def note_constant_outputs(
-        self, uses: Sequence[Any], is_constant: Callable[[Any, int], bool]
-    ) -> None:
+    def note_constants(self, uses: Sequence[Any], is_constant: Callable[[Any, int], bool]) -> None:
         """Count uses as tables whose output is constant though an input is not: positions made
         from the shape of the ids, for example."""
         for call, (_, _, node, number) in zip(_calls(uses), uses, strict=True):

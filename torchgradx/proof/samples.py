@@ -41,7 +41,7 @@ class KeptForward:
     """One forward of a pass, kept until its backward has ended."""
 
     module: nn.Module
-    arguments: tuple[Any, Any]
+    arguments: Any  # (args, kwargs)
     regime: Regime
     key: Any  # of its structure
     may_share: bool  # the shapes do not tell an argument by sample from one that samples share
@@ -95,9 +95,7 @@ class Samples:
         if self._is_on:
             self._generators = _generator_states(self._parameters.tensors())
 
-    def listen(
-        self, run: Any, key: Any, module: nn.Module, arguments: tuple[Any, Any], out: Any
-    ) -> None:
+    def listen(self, run: Any, key: Any, module: nn.Module, arguments: Any, out: Any) -> None:
         """Keep what the check needs at the end of a forward, if its structure is new."""
         if not self._is_on or run.n < 2 or key in self._checked:
             return
@@ -115,7 +113,7 @@ class Samples:
                 call.outputs[k] = t.detach(), t._version
                 t.register_hook(partial(self._arrive, run.serial, call, k))
 
-    def _why_skipped(self, n: int, module: nn.Module, arguments: tuple[Any, Any]) -> str | None:
+    def _why_skipped(self, n: int, module: nn.Module, arguments: Any) -> str | None:
         """Return the reason why the samples of a forward cannot be run alone, or None."""
         if self._generators != _generator_states(self._parameters.tensors()):
             return "the forward draws random numbers"
@@ -207,16 +205,14 @@ class Samples:
                 self._recorder.pop()
             roots = {k: outputs[k] for k in call.grads if outputs[k].requires_grad}
             for k, alone in roots.items():
-                self._require_same_output(call, k, alone, n, sample)
+                self._check_output(call, k, alone, n, sample)
             seeds = [_seed(call.grads[k], t, n, sample, dim, is_mean) for k, t in roots.items()]
             for t, seed in zip(roots.values(), seeds, strict=True):
                 # The seed is all that arrived: an encoder's output has its decoder's part already.
                 t.register_hook(lambda _, seed=seed: seed)
             return _pull_back(list(roots.values()), seeds, live) if roots else [None] * len(live)
 
-    def _require_same_output(
-        self, call: KeptForward, k: int, alone: Tensor, n: int, sample: int
-    ) -> None:
+    def _check_output(self, call: KeptForward, k: int, alone: Tensor, n: int, sample: int) -> None:
         """Raise RefusedError if an output of the sample is not what it was in the batch."""
         whole, version = call.outputs[k]
         if alone.shape == whole.shape or whole._version != version:
@@ -280,7 +276,7 @@ def _sizes_but(t: Tensor, dim: int) -> list[int]:
     return [size for d, size in enumerate(t.shape) if d != dim]
 
 
-def _take_sample(arguments: tuple[Any, Any], n: int, sample: int, dim: int) -> tuple[Any, Any]:
+def _take_sample(arguments: Any, n: int, sample: int, dim: int) -> Any:
     """Return the arguments for a batch of one sample."""
 
     def take(leaf: Any) -> Any:
@@ -289,8 +285,7 @@ def _take_sample(arguments: tuple[Any, Any], n: int, sample: int, dim: int) -> t
         d = dim if leaf.dim() > dim else 0
         return leaf.detach().narrow(d, sample, 1).requires_grad_(leaf.requires_grad)
 
-    taken: tuple[Any, Any] = tree_map(take, arguments)
-    return taken
+    return tree_map(take, arguments)
 
 
 def _may_share(arguments: Any, n: int, dim: int) -> bool:

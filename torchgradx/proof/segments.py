@@ -79,7 +79,7 @@ class Inputs:
         return bool((self.owners == self.n).any())
 
 
-class _GraphOwners(NamedTuple):
+class _Owners(NamedTuple):
     """The owners that one forward's graph shows."""
 
     inputs: Inputs
@@ -217,13 +217,11 @@ class SegmentExaminer:
                  if (rows := self._owners_of_output(k, t, inputs)) is not None]  # fmt: skip
         if uses and not heads:
             return [(-1, "segments_outputs")], []
-        of_heads = {
-            (t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == n)) for t, rows in heads
-        }
-        below, names, masks = owners_below(live, of_heads, n, inputs.grid)
+        ends = {(t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == n)) for t, rows in heads}
+        below, names, masks = owners_below(live, ends, n, inputs.grid)
         if inputs.are_joined_by(masks):
             refusals.append((-1, cause("segments_mixed", shape=inputs.grid)))
-        graph = _GraphOwners(inputs, below, names)
+        graph = _Owners(inputs, below, names)
         owned = [self._owners_of(graph, use) for use in uses]
         if ids is None:
             owned = [one if self._is_shown(forward, graph, use, one) else None
@@ -257,18 +255,16 @@ class SegmentExaminer:
         self._by_sample[k, t.dim()] = not by_row
         return rows if by_row else each
 
-    def _owners_of(self, graph: _GraphOwners, use: Any) -> Owned | None:
+    def _owners_of(self, graph: _Owners, use: Any) -> Owned | None:
         """Return the owners of a use's rows; None if nothing shows them."""
         site, sizes, node, number = use
         if node is None:
             return None
         leads = list(sizes[: self._sites[site].leads(len(sizes))])
         device = node._input_metadata[number].device
-        return graph.at(node, number, leads) or self._owners_as_inputs(graph, leads, device)
+        return graph.at(node, number, leads) or self._input_owners(graph, leads, device)
 
-    def _owners_as_inputs(
-        self, graph: _GraphOwners, leads: list[int], device: torch.device
-    ) -> Owned | None:
+    def _input_owners(self, graph: _Owners, leads: list[int], device: torch.device) -> Owned | None:
         """Return the owners of rows below attention: those of the model's inputs, if the sizes
         cannot be those of other rows."""
         grid, rows = graph.inputs.grid, graph.inputs.owners
@@ -281,18 +277,14 @@ class SegmentExaminer:
         rows = rows.to(device).repeat_interleave(prod(leads[len(grid) :]))
         return Owned(rows, hash(("as given", sequence_first)))
 
-    def _is_shown(
-        self, forward: Forward, graph: _GraphOwners, use: Any, owned: Owned | None
-    ) -> bool:
+    def _is_shown(self, forward: Forward, graph: _Owners, use: Any, owned: Owned | None) -> bool:
         """Return True if indices alone show the owners of a use's rows, without sample_ids."""
         site, _, node, _ = use
         if owned is None or (site, node) in forward.trace.ends or self._layers[site].inside:
             return False
         return _is_batch_first(owned, forward.n) or _is_from_inputs(graph.below, node, forward.n)
 
-    def _keys(
-        self, forward: Forward, graph: _GraphOwners, owned: Sequence[Owned | None]
-    ) -> list[Any]:
+    def _keys(self, forward: Forward, graph: _Owners, owned: Sequence[Owned | None]) -> list[Any]:
         """Return the cache key of the verdict on each use; None for one without owners."""
         names, inputs = frozenset(graph.names), graph.inputs
         facts = inputs.has_shared_lines, inputs.has_padding, len(inputs.grid)

@@ -108,7 +108,7 @@ class Examiner:
         uses, memory, watch = forward.uses, self._forwards.memory, forward.trace.watch
         is_constant = None if watch is None else watch.observer.is_constant
         if is_constant is not None:
-            memory.note_constant_outputs(uses, is_constant)
+            memory.note_constants(uses, is_constant)
         tables = memory.tables(uses) if forward.n > 1 else set()
         tables = {k for k in tables if self._sites[uses[k][0]].declared < 0}
         return _Exam(forward, *self._watched(forward), tables, is_constant)
@@ -158,7 +158,7 @@ class Examiner:
         if layout == SHARED:
             return _UseVerdict(SHARED)
         sized = self._layout_from_sizes(exam.forward, k, use) if use.samples is None else None
-        if not self._is_doubtful(exam, k, layout, sized):
+        if not self._is_unsure(exam, k, layout, sized):
             return _UseVerdict(presumed if sized is None else sized)
         detached = bool(exam.forward.outputs) and node is not None and node not in graph.parents
         zeros = k in exam.zeros
@@ -188,9 +188,8 @@ class Examiner:
         has the same routes: some choices cannot be seen."""
         n = forward.n
         routes = routes_of(forward.outputs, n, forward.trace.by_row)
-        cut = self._forwards.memory.picks and any(
-            layout_from_sizes(use.leads, n) is None for use in watched
-        )
+        sized = (layout_from_sizes(use.leads, n) for use in watched)
+        cut = self._forwards.memory.picks and None in sized
         if n > 1 and (forward.trace.flat or cut or any(0 in use.leads for use in watched)):
             routes.append(None)
         return routes
@@ -206,9 +205,7 @@ class Examiner:
         flags = [flag.to(live[0].device) for flag in live]
         return bool(flags) and not bool(torch.stack(flags).all())
 
-    def _is_doubtful(
-        self, exam: _Exam, k: int, layout: int | str | None, sized: int | None
-    ) -> bool:
+    def _is_unsure(self, exam: _Exam, k: int, layout: int | str | None, sized: int | None) -> bool:
         """Return True if an unproven use needs a proof. sized: the layout by sizes, or None."""
         n, (index, _, node, _) = exam.forward.n, exam.forward.uses[k]
         site, use = self._sites[index], exam.watched[k]
@@ -256,7 +253,12 @@ class Examiner:
             if agrees is None:
                 ambiguous = any(seeding.differs(other, findings) for other in others)
             elif not agrees:
-                heads, findings, ambiguous = self._try_others(exam, heads, others, findings)
+                ambiguous = not any(isinstance(one.layout, str) for one in findings)
+                for other in others:
+                    found = self._seeding(exam, other).prove()
+                    if found is not None and self._agrees(exam, found) is not False:
+                        heads, findings, ambiguous = other, found, False
+                        break
         if findings is not None and not ambiguous:
             for t, dim in heads:
                 place = next(k for k, other in enumerate(outputs) if other is t)
@@ -265,17 +267,6 @@ class Examiner:
 
     def _seeding(self, exam: _Exam, heads: Heads) -> Seeding:
         return Seeding(heads, exam.all_watched, exam.forward.n, self._forwards.keep_caches)
-
-    def _try_others(
-        self, exam: _Exam, heads: Heads, others: Sequence[Heads], findings: list[Finding]
-    ) -> tuple[Heads, list[Finding], bool]:
-        """Return the first of other heads whose findings agree with the model's arguments, with
-        these findings; else the given ones. True: these are ambiguous."""
-        for other in others:
-            found = self._seeding(exam, other).prove()
-            if found is not None and self._agrees(exam, found) is not False:
-                return other, found, False
-        return heads, findings, not any(isinstance(one.layout, str) for one in findings)
 
     def _agrees(self, exam: _Exam, findings: Sequence[Finding]) -> bool | None:
         """Return False if findings put samples elsewhere than the model's arguments have them, or
@@ -326,9 +317,7 @@ class Examiner:
                 layouts += [layout for _, layout in match.ends]
         return moved if fits or self._confirms(forward, watched, layouts) else None
 
-    def _sizes_fit(
-        self, verdict: Verdict, watched: Sequence[Watched], forward: Forward
-    ) -> bool | None:
+    def _sizes_fit(self, verdict: Verdict, watched: list[Watched], forward: Forward) -> bool | None:
         """Return True if sizes alone show a verdict's layouts, False if they contradict them; None
         if they leave a doubt that the verdict did not have."""
         doubtful = False
@@ -341,9 +330,7 @@ class Examiner:
             doubtful = doubtful or sized is None
         return None if doubtful else True
 
-    def _confirms(
-        self, forward: Forward, watched: Sequence[Watched], layouts: Sequence[int]
-    ) -> bool:
+    def _confirms(self, forward: Forward, watched: list[Watched], layouts: list[int]) -> bool:
         """Return True if one backward shows these layouts."""
         n, dims = forward.n, self._forwards.memory.dims
         heads, others = heads_of(forward.outputs, n, dims, self._options["batch_dim"])

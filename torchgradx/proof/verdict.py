@@ -25,9 +25,8 @@ MAX_VERDICTS = 8  # of one key: paths through one structure
 COMPARED_ELEMENTS = 1 << 18  # of a gradient, cast to float64 at a time
 KEY_OPTIONS = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
 _Cache = dict[str, dict[Any, Any]]  # by the part of a probe that fills it
-_caches: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, _Cache]]] = (
-    weakref.WeakKeyDictionary()
-)
+# By model: its build, and a cache for each choice of options.
+_caches: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def cache_of(model: nn.Module, options: Mapping[str, Any]) -> _Cache:
@@ -63,9 +62,7 @@ class Verdict:
         """Return True if other passes of this structure need no check at all."""
         return not (self.plan or self.routes or self.zeros_version is not None)
 
-    def is_valid(
-        self, tensors: Callable[[], list[Tensor]], routes: Callable[[], list[Any]]
-    ) -> bool:
+    def holds(self, tensors: Callable[[], list[Tensor]], routes: Callable[[], list[Any]]) -> bool:
         """Return True if this verdict holds for another pass, whose batch chose `routes`.
 
         Counts down `patience` for each pass, or for each change of the weights if these are zeros.
@@ -134,8 +131,14 @@ def is_finite(run: Any) -> bool:
     return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))
 
 
-def is_same_sum(gradient: Tensor, recorded: Tensor, rounding: float) -> bool:
-    """Return True if two flat tensors are equal, but for the rounding of the sum's terms."""
+def is_same_sum(gradient: Tensor, recorded: Tensor | None, rounding: float) -> bool:
+    """Return True if a gradient is the recorded sum [elements], within the rounding of its terms.
+
+    recorded: None if nothing was, where the gradient must be zero.
+    """
+    gradient = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+    if recorded is None or not bool(recorded.any()):
+        return not bool(gradient.any())
     if recorded.dtype == gradient.dtype and torch.equal(gradient, recorded):
         return True
     difference = norm = 0.0

@@ -28,7 +28,7 @@ class Backwards:
     ) -> None:
         """over: called after each backward with its tasks, and False if it failed. finished: called
         last in the outermost backward, with the passes that no backward had reached before."""
-        self._recorder, self._over, self._finished = recorder, over, finished
+        self._recorder, self._over, self.finished = recorder, over, finished
         self.open: dict[int, _Backward] = {}  # by task
 
     def reach(self, run: Any) -> None:
@@ -43,7 +43,7 @@ class Backwards:
     def _get_or_open(self, task: int) -> _Backward:
         backward = self.open.get(task)
         if backward is None:
-            backward = self.open[task] = _Backward(task, self._end, self._finished)
+            backward = self.open[task] = _Backward(task, self)
             self._recorder.open(task)
             at_the_end(_End(backward))
         return backward
@@ -65,7 +65,7 @@ class Backwards:
             return False
         return not all(backward.is_over for backward in list(self.open.values()))
 
-    def _end(self, backward: _Backward) -> None:
+    def end(self, backward: _Backward) -> None:
         """Add what a backward brought to the record, or to the backward around it; or undo it."""
         self.open.pop(backward.tasks[0], None)
         if not backward.is_done:
@@ -82,19 +82,13 @@ class Backwards:
 
 
 class _Backward:
-    def __init__(
-        self,
-        task: int,
-        end: Callable[[_Backward], None],
-        finished: Callable[[list[Any]], None],
-    ) -> None:
+    def __init__(self, task: int, owner: Backwards) -> None:
         self.tasks = [task]  # and those of backwards inside it that have ended
         self.thread = threading.get_ident()
         self.is_done = self.is_over = False  # done: it did not fail
         self._new_passes: list[Any] = []  # that no backward had reached before
         self._states: dict[Any, Any] = {}  # of the other passes, before this backward
-        self._calls, self._finished = 0, finished
-        self._end: Callable[[_Backward], None] | None = end
+        self._calls, self._owner, self._has_ended = 0, owner, False
 
     def has_reached(self, run: Any) -> bool:
         return run in self._new_passes or run in self._states
@@ -119,9 +113,10 @@ class _Backward:
 
     def end(self) -> None:
         """End it, once."""
-        end, self._end, self.is_over = self._end, None, True
-        if end is not None:
-            end(self)
+        self.is_over = True
+        if not self._has_ended:
+            self._has_ended = True
+            self._owner.end(self)
 
     def finish(self) -> bool:
         """Finish at the engine's fourth call: others that work at the end come first, and may fail.
@@ -133,7 +128,7 @@ class _Backward:
             return True
         self.is_done = self.is_over = True
         if torch._C._current_autograd_node() is None:  # no backward runs around this one
-            self._finished(self._new_passes)
+            self._owner.finished(self._new_passes)
         return False
 
 

@@ -68,7 +68,7 @@ class Frames:
         found = now if on else Answer(0, now.options)
         node = self._recorder.running_node()
         if node is not None:
-            found = self._answer_rerun(*node, on, now, outside)
+            found = self._answer_rerun(node, on, now, outside)
         notes, first = self.turn(bool(found.serial))
         if not outside and not torch.is_grad_enabled():  # perhaps in a reentrant checkpoint
             notes.calls.append((first, found))
@@ -84,21 +84,20 @@ class Frames:
             notes.turns = [*notes.turns[-MAX_CALLS:], (number, on)]
         return notes, number
 
-    def _answer_rerun(
-        self, thread: int, number: int, on: bool, now: Answer, outside: bool
-    ) -> Answer:
-        """Return the answer to a call that the backward of a node runs; `number` is the node's."""
-        notes, node = self._notes.setdefault(thread, _Notes()), torch._C._current_autograd_node()
+    def _answer_rerun(self, node: tuple[int, int], on: bool, now: Answer, outside: bool) -> Answer:
+        """Return the answer to a call in the backward of a node, (thread, number)."""
+        thread, number = node
+        notes, running = self._notes.setdefault(thread, _Notes()), torch._C._current_autograd_node()
         turn = bisect_right(notes.turns, number, key=itemgetter(0)) - 1
         recorded = turn >= 0 and notes.turns[turn][1]
         if thread == self._born[0] and number < self._born[1]:
             return NOT_RECORDED
         if inside_checkpoint("_recomputation_hook"):  # which needs only the tensors that are saved
             return Answer(now.serial) if recorded else NOT_RECORDED
-        is_new = on and not isinstance(node, Reentrant)
+        is_new = on and not isinstance(running, Reentrant)
         if outside:
             return now if is_new else NOT_RECORDED
-        if not isinstance(node, BackwardCFunction):
+        if not isinstance(running, BackwardCFunction):
             return now if recorded else NOT_RECORDED
         task = torch._C._current_graph_task_id()
         notes.count = notes.count + 1 if notes.rerun == (task, number) else 0

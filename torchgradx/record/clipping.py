@@ -40,11 +40,9 @@ class ClipTape:
         self._recorder, self._parameters, self._loss_scale = recorder, parameters, loss_scale
         self._uses: deque[tuple[Any, Any, list[int]]] = deque()  # (pass, use, its parameters)
         self._tensors: list[Tensor] = []  # by place, while clipping
-        self._others: dict[int, Tensor] = {}  # by place: the part of .grad that is not the record's
-        self._versions: list[int] = []  # of the parameters when the record began; empty: none did
-        self._hooks: dict[
-            int, tuple[Tensor, Any]
-        ] = {}  # by place: the parameter, the hook's handle
+        self._others: dict[int, Tensor] = {}  # by place: .grad without the record's part
+        self._versions: list[int] = []  # of the parameters when the record began
+        self._hooks: dict[int, tuple[Tensor, Any]] = {}  # by place: the parameter, and a handle
         self._marks: dict[int, tuple[int, int]] = {}  # by place: _mark of .grad after a backward
         self._elements: dict[int, Tensor] = {}  # by place: some of .grad's then, under a GradScaler
         self._idle: set[int] = set()  # places that received no gradient
@@ -180,7 +178,7 @@ class ClipTape:
         if names:
             raise refused_all(why, names)
 
-    def clip(self, runs: Sequence[Any], groups: Sequence[ClipGroup], unscaled: float) -> None:
+    def clip(self, runs: Sequence[Any], groups: list[ClipGroup], unscaled: float) -> None:
         """Put the clipped gradients into .grad.
 
         runs: the passes, in the order of the groups' factors. unscaled: what a GradScaler has
@@ -199,9 +197,7 @@ class ClipTape:
         if ddp is not None:
             self._average(ddp, written, unscaled)
 
-    def _sums(
-        self, runs: Sequence[Any], groups: Sequence[ClipGroup], unscaled: float
-    ) -> Iterator[Sum]:
+    def _sums(self, runs: Sequence[Any], groups: list[ClipGroup], unscaled: float) -> Iterator[Sum]:
         """Yield the clipped gradients of each use, and drop the use."""
         numbers, tensors = {id(run): k for k, run in enumerate(runs)}, self._tensors
         live = ((g, place) for g in groups for place in g.places if place not in self._idle)
