@@ -28,8 +28,9 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
     causes |= _causes_of_refusals(recorder, layers, trainable, any(run.silent for run in runs))
     for place, why in record.refused.items():
         causes.setdefault(place, why)
+    odd = ((place, n) for place, n in enumerate(recorder.balance) if n)  # edges minus uses
     doubts = [
-        *((place, _cause_of_edges(count)) for place, count in enumerate(recorder.balance) if count),
+        *((place, cause("beyond" if n > 0 else "without_edge", places=abs(n))) for place, n in odd),
         *((place, "not_the_sum") for _, place in record.mismatched),
         *((place, "overwritten") for run in runs for place in run.changed()),
         *((place, "late") for run in runs for place in run.late()),
@@ -65,8 +66,3 @@ def _causes_of_refusals(
             why = statistics or why
         causes.update(dict.fromkeys(covered or trainable, why))
     return causes
-
-
-def _cause_of_edges(count: int) -> str:
-    """count: edges of the graph into a parameter, minus its recorded uses."""
-    return cause("beyond" if count > 0 else "without_edge", places=abs(count))

@@ -348,7 +348,7 @@ class SegmentExaminer:
         findings = Seeding(heads, watched, run.n + 1, keep_caches, not run.in_graph).prove()
         proven = []
         for k, (_, sizes, _, _) in enumerate(uses):
-            layout = None if findings is None else findings[k].layout
+            layout = findings[k].layout if findings else None
             is_served = isinstance(layouts[k], int)
             if is_served and findings is None:
                 layouts[k] = "segments_unproven"

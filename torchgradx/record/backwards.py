@@ -8,7 +8,6 @@ is taken back. A backward inside another one (reentrant checkpoints) ends with t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,12 +19,7 @@ from ..hooks.engine import at_the_end
 class Backwards:
     """The backwards under way that have reached passes of one probe."""
 
-    def __init__(
-        self,
-        recorder: Any,
-        over: Callable[[list[int], bool], None],
-        finished: Callable[[list[Any]], None],
-    ) -> None:
+    def __init__(self, recorder: Any, over: Any, finished: Any) -> None:
         """over: called after each backward with its tasks, and False if it failed. finished: called
         last in the outermost backward, with the passes that no backward had reached before."""
         self._recorder, self._over, self.finished = recorder, over, finished
@@ -88,7 +82,7 @@ class _Backward:
         self.is_done = self.is_over = False  # done: it did not fail
         self._new_passes: list[Any] = []  # that no backward had reached before
         self._states: dict[Any, Any] = {}  # of the other passes, before this backward
-        self._calls, self._owner, self._has_ended = 0, owner, False
+        self._owner, self._has_ended = owner, False
 
     def has_reached(self, run: Any) -> bool:
         return run in self._new_passes or run in self._states
@@ -118,30 +112,25 @@ class _Backward:
             self._has_ended = True
             self._owner.end(self)
 
-    def finish(self) -> bool:
-        """Finish at the engine's fourth call: others that work at the end come first, and may fail.
-
-        Return True if the engine must call once more.
-        """
-        self._calls += 1
-        if self._calls < 4:
-            return True
+    def finish(self) -> None:
         self.is_done = self.is_over = True
         if torch._C._current_autograd_node() is None:  # no backward runs around this one
             self._owner.finished(self._new_passes)
-        return False
 
 
 class _End:
     """Callback that the engine alone owns, and drops in the thread of the backward that ends."""
 
     def __init__(self, backward: _Backward) -> None:
-        self._backward = backward
+        self._backward, self._calls = backward, 0
 
     @untraced
     def __call__(self) -> None:
-        if self._backward.finish():
+        self._calls += 1
+        if self._calls < 4:  # after what others do at the end, which may fail
             at_the_end(self)
+        else:
+            self._backward.finish()
 
     @untraced
     def __del__(self) -> None:

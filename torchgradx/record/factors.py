@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ..options import Scale
 from ..reference.chunks import accumulation_dtype
 
 
@@ -41,13 +42,8 @@ class ClipGroup:
         return self._by_pass[key]
 
 
-def factors_of(
-    norms: Tensor,
-    max_norm: float | Tensor | None,
-    factors: Callable[[Tensor], Tensor] | None,
-    drops: bool,
-) -> Tensor:
-    """Return [N] float64: by `factors` if it is given, else min(1, max_norm / norm).
+def factors_of(norms: Tensor, max_norm: Scale | None, factors: Any, drops: bool) -> Tensor:
+    """Return [N] float64: by the user's function `factors`, if any, else min(1, max_norm / norm).
 
     The factor of a norm that is not finite is nan, which spoils .grad; or 0, if `drops` is set or
     `factors` returns 0.
@@ -61,7 +57,7 @@ def factors_of(
     return result + (exact - exact)  # nan where the norm is not finite; masked_fill is slower
 
 
-def _bound(norms: Tensor, max_norm: float | Tensor | None) -> Tensor:
+def _bound(norms: Tensor, max_norm: Scale | None) -> Tensor:
     """Return max_norm as a Tensor [] or [N] on the device of the norms."""
     if isinstance(max_norm, Tensor):
         bound = max_norm.to(norms.device, torch.float64)

@@ -20,8 +20,7 @@ from ..options import Scale, check_scale, takes_call
 from ..refusals import SECTIONS, refused_all
 from ..sites.site import ProbeParts
 from .checkpoints import NOT_RECORDED, Answer, Frames, PassOptions
-from .clipping import ClipTape
-from .deferred import DeferredTape
+from .clipping import ClipTape, DeferredTape
 from .factors import ClipGroup, factors_of, is_unscaled, unscaled_by
 from .norms import Term, combine, combine_segments
 
@@ -31,6 +30,7 @@ if ops.NATIVE:
 MAX_SCALES = 1024  # loss scales that are remembered: forwards without a backward must not add up
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 CPU = torch.device("cpu")
+_Norms = Tensor | dict[str, Tensor]  # one Tensor for per="model", else by group
 
 
 class Record:
@@ -187,7 +187,7 @@ class Record:
         total: Tensor = run.total([place])
         return total if place not in run.waiting() else total + self._combine(run, place).to(total)
 
-    def norms(self, per: str, loss_scale: Scale | None) -> Tensor | dict[str, Tensor]:
+    def norms(self, per: str, loss_scale: Scale | None) -> _Norms:
         """Return the norms, by group unless per="model". loss_scale: None for that of each pass."""
         runs = self._in_order()
         sums_on, result = self._devices(runs)
@@ -252,13 +252,7 @@ class Record:
             for key, places in self._groups(per).items()
         }
 
-    def clip(
-        self,
-        per: str,
-        max_norm: Scale | None,
-        factors: Callable[[Tensor], Tensor] | None,
-        drops: bool,
-    ) -> Tensor | dict[str, Tensor]:
+    def clip(self, per: str, max_norm: Scale | None, factors: Any, drops: bool) -> _Norms:
         """Clip .grad by sample, and return the norms before clipping."""
         unscaled = unscaled_by(self._options["loss_scale"])
         runs = [run for run, _ in self._in_order()]
@@ -266,10 +260,10 @@ class Record:
         norms = self.norms(per, None)
         sizes = [run.n for run in runs]
         by_group = norms if isinstance(norms, dict) else {"": norms}
-        groups = []
-        for key, places in self._groups(per).items():
-            by_sample = factors_of(by_group[key], max_norm, factors, drops)
-            groups.append(ClipGroup(places, by_sample, sizes))
+        groups = [
+            ClipGroup(places, factors_of(by_group[key], max_norm, factors, drops), sizes)
+            for key, places in self._groups(per).items()
+        ]
         has_grads = self._options["weight_grad"] and factors is None and not drops
         if has_grads and bool(torch.as_tensor(max_norm).isposinf().all()):
             groups = []  # on every process: .grad stays as it is
