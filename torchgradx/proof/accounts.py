@@ -45,11 +45,8 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
 def _causes_of_refusals(
     recorder: Any, layers: list[Layer], trainable: list[int], silent: bool
 ) -> dict[int, str]:
-    """Return {place: cause} for the recorder's refusals.
-
-    A refusal of a layer covers its trainable parameters; one of a layer without any, or of the
-    whole model (site -1), covers all. silent: a reentrant checkpoint hid a part of the graph.
-    """
+    """Return {place: cause} for the recorder's refusals. One of a layer without trainable
+    parameters, or of the model (site -1), covers all. silent: a reentrant checkpoint hid nodes."""
     causes: dict[int, str] = {}
     statistics = ""  # the latest cause that explains why the rows of layers below mix
     last = "mixes", "segments_"  # keys of causes that explain others, and so replace them

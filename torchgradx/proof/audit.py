@@ -339,8 +339,8 @@ class Audit:
 
     @property
     def unsettled(self) -> bool:
-        busy = self._pending or self._recorder.auditing or self._hooks.tensors
-        return bool(busy or self.always)
+        """Return True if settle() has something to do."""
+        return bool(self._pending or self._recorder.auditing or self._hooks.tensors or self.always)
 
     def settle(self) -> None:
         """Cache the pending verdicts whose backward has ended and agreed."""

@@ -168,10 +168,8 @@ class Forwards:
             local.watch = Watch(constants, sized_tensors_in(arguments), n, batch_dim)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> ForwardTrace:
-        """Return the trace of a forward. outputs: None if it failed, or an interrupt left it.
-
-        whole: end it, too. False where a model that calls itself ends an inner call.
-        """
+        """Return the trace of a forward. whole: end it; False for the inner call of a model that
+        calls itself. outputs: None if the forward failed, or an interrupt left it."""
         local, watch = self._local, None
         nodes = torch.autograd._get_sequence_nr() - local.first
         ends, by_row = local.ends, local.by_row
@@ -209,11 +207,9 @@ class Forwards:
         return watch is not None and bool(watch.observer.picks)
 
     def note_routes(self, use: int, nodes: Mapping[Any, int], picks: bool) -> None:
-        """Note a use's nodes that route rows by their values and keep each row in its sample.
-
-        nodes: {node: count of routing nodes of the use that do not}. picks: as it was before this
-        use, whose own picks these nodes cover.
-        """
+        """Note a use's nodes that route rows by their values and keep each row in its sample, as
+        {node: count of routing nodes of the use that do not}. picks: as it was before this use,
+        whose own picks these nodes cover."""
         self._local.by_row.update({node: (use, others) for node, others in nodes.items()})
         if self._local.watch is not None:
             self._local.watch.observer.picks = picks

@@ -334,10 +334,8 @@ class SegmentExaminer:
         heads: Sequence[tuple[Tensor, Tensor]],
         layouts: list[int | str],
     ) -> list[bool]:
-        """Run weighted backwards, and return for each use True if they confirm its owners.
-
-        Writes into `layouts` the causes of those that they refute, or cannot prove.
-        """
+        """Return for each use True if weighted backwards confirm its owners; else write the cause
+        into `layouts`."""
         run, uses = forward.run, forward.uses
         watched = [
             Watched(None if one is None else node, number, [len(one.owners)] if one else [1],

@@ -116,8 +116,8 @@ class Examiner:
     def _find_layouts(self, exam: _Exam) -> tuple[list[Finding], LiftPlan | None, bool, bool]:
         """Return (finding of each use, plan to lift tables, complete, ambiguous).
 
-        The finding of a table that the plan serves is SHARED. complete: False if another forward
-        may show more. ambiguous: the samples may be in another dimension of the outputs.
+        complete: False if another forward may show more. ambiguous: the samples may be in another
+        dimension of the model's outputs as well.
         """
         n, uses, outputs = exam.forward.n, exam.forward.uses, exam.forward.outputs
         start = self._lift.start(n, uses, self._sites, outputs, exam.tables, exam.is_constant)
@@ -235,10 +235,8 @@ class Examiner:
         return layout_from_views(forward.graph, watched.node, watched.output_nr, watched.leads, n)
 
     def _run_proof(self, exam: _Exam) -> tuple[list[Finding] | None, bool]:
-        """Return (findings of all watched outputs, ambiguous); None where no backward can run.
-
-        ambiguous: the samples may be in another dimension of the model's outputs as well.
-        """
+        """Return (findings of all watched outputs, ambiguous: see above). The findings are None
+        where no backward can run."""
         n, outputs, memory = exam.forward.n, exam.forward.outputs, self._forwards.memory
         if n < 2:
             first = (n == 1 or 0 in use.leads[:1] for use in exam.all_watched)

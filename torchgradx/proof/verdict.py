@@ -41,8 +41,8 @@ def cache_of(model: nn.Module, options: Mapping[str, Any]) -> _Cache:
 class Verdict:
     """The layout of each use of a structure, and the refusals.
 
-    A gradient of zeros shows no layout. A verdict that saw one expires: after `patience` passes
-    the structure is examined again, since weights (of an adapter, say) may be zeros no more.
+    A gradient of zeros shows no layout. A verdict that saw one expires after `patience` passes:
+    then weights that were zeros (an adapter's, say) may have been trained.
     """
 
     layouts: list[int]  # by use
@@ -63,10 +63,8 @@ class Verdict:
         return not (self.plan or self.routes or self.zeros_version is not None)
 
     def holds(self, tensors: Callable[[], list[Tensor]], routes: Callable[[], list[Any]]) -> bool:
-        """Return True if this verdict holds for another pass, whose batch chose `routes`.
-
-        Counts down `patience` for each pass, or for each change of the weights if these are zeros.
-        """
+        """Return True if this verdict holds for another pass, whose batch chose `routes`. Count
+        `patience` down, for zero weights only where weights have changed."""
         if self.zeros_version is not None:
             version = total_version(tensors())
             self.patience -= self.has_dropped_branch or version != self.zeros_version
@@ -133,9 +131,7 @@ def is_finite(run: Any) -> bool:
 
 def is_same_sum(gradient: Tensor, recorded: Tensor | None, rounding: float) -> bool:
     """Return True if a gradient is the recorded sum [elements], within the rounding of its terms.
-
-    recorded: None if nothing was, where the gradient must be zero.
-    """
+    Where nothing was recorded (None), it must be zero."""
     gradient = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
     if recorded is None or not bool(recorded.any()):
         return not bool(gradient.any())

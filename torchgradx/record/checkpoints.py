@@ -61,10 +61,8 @@ class Frames:
         self._notes: dict[int, _Notes] = {}  # by thread
 
     def answer(self, on: bool, now: Answer, outside: bool) -> Answer:
-        """Return the answer to a call of the model, or of a module `outside` of it.
-
-        now: the answer to a call that does not run again, if recording is on.
-        """
+        """Return the answer to a call of the model, or of a module `outside` of it. now: the answer
+        if recording is `on`, and the call does not run again."""
         found = now if on else Answer(0, now.options)
         node = self._recorder.running_node()
         if node is not None:

@@ -181,11 +181,8 @@ class ClipTape:
             raise refused_all(why, names)
 
     def clip(self, runs: Sequence[Any], groups: list[ClipGroup], unscaled: float) -> None:
-        """Put the clipped gradients into .grad.
-
-        runs: the passes, in the order of the groups' factors. unscaled: what a GradScaler has
-        multiplied .grad by since the backward.
-        """
+        """Put the clipped gradients into .grad. runs: the passes, in the order of the groups'
+        factors. unscaled: what a GradScaler has multiplied .grad by since the backward."""
         ddp = self._ddp() if groups else None
         # Processes that share their gradients do the same, whatever their samples are.
         clipped = [group for group in groups if ddp is not None or group.clips]
@@ -272,10 +269,8 @@ def detached_dense(value: Tensor) -> Tensor:
 
 
 def _put(p: Tensor, found: Sum, other: Tensor | None, adds: bool, may_swap: bool) -> None:
-    """Write a sum and what .grad holds besides into .grad; adds: the sum alone, to what is there.
-
-    may_swap: .grad may take the sum's memory in place of a copy.
-    """
+    """Set .grad to a sum and what it holds besides; adds: add the sum to what is there. may_swap:
+    .grad may take the sum's memory in place of a copy."""
     grad, value, scale = p.grad, detached_dense(found.value), found.scale
     value = value if value.shape == p.shape else value.reshape(p.shape)
     assert grad is not None
@@ -300,11 +295,8 @@ def _can_swap(grad: Tensor, value: Tensor) -> bool:
 
 
 class DeferredTape(ClipTape):
-    """The tape of deferred clipping, attach(clip=True, weight_grad=False).
-
-    Backward computes norms only and changes no .grad, so nothing is watched. clip() adds the
-    clipped gradients to .grad: one weight-gradient product for each use in place of two.
-    """
+    """The tape of deferred clipping, attach(clip=True, weight_grad=False): backward changes no
+    .grad, so nothing is watched. Each use takes one weight-gradient product, not two."""
 
     disturbed = False
 

@@ -44,10 +44,8 @@ class ClipGroup:
 
 def factors_of(norms: Tensor, max_norm: Scale | None, factors: Any, drops: bool) -> Tensor:
     """Return [N] float64: by the user's function `factors`, if any, else min(1, max_norm / norm).
-
     The factor of a norm that is not finite is nan, which spoils .grad; or 0, if `drops` is set or
-    `factors` returns 0.
-    """
+    `factors` returns 0."""
     if factors is not None:
         return _users_factors(norms, factors, drops)
     exact, bound = norms.double(), _bound(norms, max_norm)

@@ -59,11 +59,8 @@ def combine(n: int, terms: Sequence[Term]) -> Tensor:
 
 
 def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | None]) -> Tensor:
-    """Return the same for terms of which some have rows [rows, *] in no fixed order.
-
-    owners: for each term the sample of each row [rows], N for padding; None if its samples are in
-    front. Samples that have as many rows in each of the terms are one batch.
-    """
+    """Return the same for terms of which some have rows [rows, *] in no fixed order. owners: for
+    each term the sample of each row [rows], N for padding; None if the samples are in front."""
     wide, device = accumulation_dtype(terms[0].grads.dtype), terms[0].grads.device
     sq_norms = torch.zeros(n, dtype=wide, device=device)
     owned = {k: rows for k, rows in enumerate(owners) if rows is not None}
@@ -71,7 +68,7 @@ def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | No
     lengths = torch.stack(counts).tolist()  # by term and sample, read from the device at once
     rows_of = {k: rows.argsort(stable=True).split(length)
                for (k, rows), length in zip(owned.items(), lengths, strict=True)}  # fmt: skip
-    alike: dict[tuple[int, ...], list[int]] = {}
+    alike: dict[tuple[int, ...], list[int]] = {}  # samples with equal lengths: one batch
     for sample in range(n):
         alike.setdefault(tuple(length[sample] for length in lengths), []).append(sample)
     for members in alike.values():
