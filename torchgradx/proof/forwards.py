@@ -30,16 +30,17 @@ from ..graph.nodes import Graph
 from ..sharding import local_part
 from ..sites.several import End
 
+_Facts = dict[tuple[int, int], int | None]  # by site and number of its call; None: it differed
+
 
 @dataclass
 class Memory:
     """What the watched forwards of one regime have shown. Outlives the probe."""
 
     watches: int = 1  # how many of the next forwards to watch
-    # By site and number of the call. 1: all inputs are constant. None: not so in each forward.
-    constant: dict[tuple[int, int], int | None] = field(default_factory=dict)
-    # The same, with the layout of the model's argument that is the input, or the like of it.
-    anchored: dict[tuple[int, int], int | None] = field(default_factory=dict)
+    constant: _Facts = field(default_factory=dict)  # 1: all inputs of the call are constant
+    # Layout of an input that is a view, or an elementwise result, of an argument of the model.
+    anchored: _Facts = field(default_factory=dict)
     picks: bool = False  # the values of data decided how many rows a layer got
     # Dimension of the samples in an output, by its place and number of dimensions.
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class Memory:
         return set(_look_up(self.constant, uses))
 
     def anchors(self, uses: Sequence[Any]) -> dict[int, int]:
-        """Return {use: layout of its input} for uses of a view of the model's argument."""
+        """Return {use: layout of its input} for inputs that an argument of the model shows."""
         return _look_up(self.anchored, uses)
 
     def note_constants(self, uses: Sequence[Any], is_constant: Callable[[Any, int], bool]) -> None:
@@ -78,7 +79,7 @@ def _calls(uses: Sequence[Any]) -> Iterator[tuple[int, int]]:
         calls[site] += 1
 
 
-def _look_up(known: dict[tuple[int, int], int | None], uses: Sequence[Any]) -> dict[int, int]:
+def _look_up(known: _Facts, uses: Sequence[Any]) -> dict[int, int]:
     """Return {use: fact}. A call that was never watched takes the fact that all watched calls of
     its site share."""
     found: dict[int, int] = {}

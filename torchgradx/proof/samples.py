@@ -49,10 +49,6 @@ class KeptForward:
     outputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # with their versions
 
 
-class _OfThread(threading.local):
-    silent = False
-
-
 class Samples:
     """Checks the passes of one probe."""
 
@@ -60,7 +56,7 @@ class Samples:
         """sq_norms: returns [N] of a pass and a parameter."""
         self._recorder, self._parameters, _, self._options, _, caches = shared
         self._is_on = shared.options["check"] == "samples"
-        self._local = _OfThread()
+        self._local = threading.local()
         self.refused: dict[int, str] = {}  # cause by parameter
         self._sq_norms = sq_norms
         # By structure: the reason why it is not checked, or None.
@@ -77,7 +73,7 @@ class Samples:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Mark the forwards and backwards inside as ours, on this thread."""
-        before, self._local.silent = self._local.silent, True
+        before, self._local.silent = self.silent, True
         try:
             yield
         finally:
@@ -86,7 +82,7 @@ class Samples:
     @property
     def silent(self) -> bool:
         """Return True if one of our own forwards or backwards runs on this thread."""
-        return self._local.silent
+        return getattr(self._local, "silent", False)
 
     # Forward
 
@@ -103,9 +99,8 @@ class Samples:
         if reason:
             self._checked[key] = reason
             return
-        device = next((p.device.type for p in module.parameters()), "cpu")
-        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        regime = Regime(device, torch.get_autocast_dtype(device) if casts else None, None)
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        regime = Regime.current(device, draws=False)
         may_share = _may_share(arguments, run.n, self._options["batch_dim"])
         call = KeptForward(module, arguments, regime, key, may_share)
         for k, t in enumerate(tensors_in(out)):
@@ -260,9 +255,9 @@ def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, is_mean: bool
 
 def _part(t: Tensor, alone: Tensor, n: int, sample: int, dim: int) -> Tensor:
     """Return the rows of one sample, in the shape of its output alone."""
-    dims = range(t.dim() if alone.dim() == t.dim() else 0)
-    fits = [d for d in dims if t.shape[d] == n * alone.shape[d]]
-    fits = [d for d in fits if _sizes_but(t, d) == _sizes_but(alone, d)]
+    sizes = alone.shape
+    batches = [(*sizes[:d], n * size, *sizes[d + 1 :]) for d, size in enumerate(sizes)]
+    fits = [d for d, shape in enumerate(batches) if shape == t.shape]
     if not fits:
         shapes = f"{list(alone.shape)} and, in its batch, {list(t.shape)}"
         raise ValueError(f"an output has the shape {shapes}")
@@ -270,10 +265,6 @@ def _part(t: Tensor, alone: Tensor, n: int, sample: int, dim: int) -> Tensor:
     if alone.shape[d] > 1 and dim == 1:  # rows t*N+n
         return t.unflatten(d, (-1, n)).select(d + 1, sample)
     return t.narrow(d, sample * alone.shape[d], alone.shape[d])
-
-
-def _sizes_but(t: Tensor, dim: int) -> list[int]:
-    return [size for d, size in enumerate(t.shape) if d != dim]
 
 
 def _take_sample(arguments: Any, n: int, sample: int, dim: int) -> Any:
@@ -291,7 +282,8 @@ def _take_sample(arguments: Any, n: int, sample: int, dim: int) -> Any:
 def _may_share(arguments: Any, n: int, dim: int) -> bool:
     """Return True if all samples may share an argument: a mask [T, T] with T = N, for example."""
     first, *others = [t for t in sized_tensors_in(arguments) if t.dim()]
-    return n in _sizes_but(first, dim)[:1] and any(
+    is_square = first.shape[1 - dim : 2 - dim] == (n,)
+    return is_square and any(
         t.dim() < 3 and t.shape != first.shape and size_of_batch(t, dim) == n for t in others
     )
 

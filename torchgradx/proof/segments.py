@@ -40,7 +40,7 @@ Refusals = list[tuple[int, str]]  # (site, cause)
 
 
 class Segments(NamedTuple):
-    """What C++ calls Segments, without the extension."""
+    """The twin of C++'s Segments, without the extension."""
 
     owners: Tensor
 
@@ -236,7 +236,7 @@ class SegmentExaminer:
                      if isinstance(layout, str)]  # fmt: skip
         run.segments = segments
         if n > 1 and is_new and not self._audit.examiner.has_zero_weights(n):
-            pending = {key: None for key, sure in zip(keys, proven, strict=True) if key and sure}
+            pending = {key for key, sure in zip(keys, proven, strict=True) if key and sure}
             self._audit.cache_later(list(pending), None, NO_VERDICT, run)
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 

@@ -73,10 +73,10 @@ class Recorder:
 
     def _original(self) -> Pass | None:
         """Return the pass whose forward made the node that runs now, or None."""
-        node = torch._C._current_autograd_node()
+        node = self.running_node()
         if node is None:
             return None
-        number = node._sequence_nr()  # as if there were one thread
+        number = node[1]  # as if there were one thread
         runs = (ref() for ref in reversed(self.alive))
         return next((run for run in runs if run and any(number in m for m in run.made)), None)
 
