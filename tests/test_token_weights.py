@@ -157,7 +157,7 @@ class Arrives:
 
 def test_on_a_gpu_the_first_read_alone_waits_to_warn(monkeypatch):
     log = []
-    monkeypatch.setattr(tokens, "_sent", lambda flag: (flag, Arrives(log)))
+    monkeypatch.setattr(tokens, "_copy_to_host", lambda flag: (flag, Arrives(log)))
 
     def read_that_warns(*lengths):
         with (

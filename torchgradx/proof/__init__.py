@@ -1,1 +1,1 @@
-"""Nothing is silently wrong: where the samples are, and whether the record is all there is."""
+"""Proves where the samples are in each use of a layer, and that the record misses no gradient."""

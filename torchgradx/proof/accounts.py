@@ -1,8 +1,11 @@
-"""What a record leaves unaccounted for, said by parameter when it is read."""
+"""The check before every read: the record must account for each trainable parameter.
+
+Collects the causes of doubt from the whole record, picks one for each parameter, and raises one
+CoverageError that lists them. A `place` is a parameter's index in the table of parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from operator import itemgetter
 from typing import Any
 
@@ -13,55 +16,50 @@ from ..refusals import cause, key_of, refused
 
 
 def require_all(record: Record, recorder: Any, parameters: Parameters, layers: list[Layer]) -> None:
-    """Raise a CoverageError if anything in the record is not accounted for."""
+    """Raise CoverageError if the norm of any trainable parameter may be wrong or incomplete."""
     runs = [run for run, _ in record.runs]
     sound = recorder.sound and all(run.sound for run in runs)
     if sound and not record.mismatched and not record.refused:
         return
-    places = parameters.trainable()
-    created = any(run.create_graph for run in runs)
-    causes: dict[int, str] = dict.fromkeys(places, "create_graph") if created else {}
-    causes.update(_of_refusals(recorder, layers, places, any(run.silent for run in runs)))
+    trainable = parameters.trainable()
+    causes: dict[int, str] = {}
+    if any(run.create_graph for run in runs):
+        causes = dict.fromkeys(trainable, "create_graph")
+    causes |= _causes_of_refusals(recorder, layers, trainable, any(run.silent for run in runs))
     for place, why in record.refused.items():
         causes.setdefault(place, why)
+    odd = ((place, n) for place, n in enumerate(recorder.balance) if n)  # edges minus uses
     doubts = [
-        *((place, _beyond(count)) for place, count in enumerate(recorder.balance) if count),
+        *((place, cause("beyond" if n > 0 else "without_edge", places=abs(n))) for place, n in odd),
         *((place, "not_the_sum") for _, place in record.mismatched),
         *((place, "overwritten") for run in runs for place in run.changed()),
         *((place, "late") for run in runs for place in run.late()),
     ]
-    for place, why in sorted(doubts, key=itemgetter(0)):  # of each parameter the first in this list
-        if place in places:
+    for place, why in sorted(doubts, key=itemgetter(0)):  # stable: a place's first doubt counts
+        if place in trainable:
             causes.setdefault(place, why)
     if causes:
         raise refused({parameters.names[place]: why for place, why in causes.items()})
 
 
-def _of_refusals(
-    recorder: Any, layers: list[Layer], places: Collection[int], silent: bool
+def _causes_of_refusals(
+    recorder: Any, layers: list[Layer], trainable: list[int], silent: bool
 ) -> dict[int, str]:
-    """Return causes by parameter; silent: a reentrant checkpoint's graph hides tables."""
+    """Return {place: cause} for the recorder's refusals. One of a layer without trainable
+    parameters, or of the model (site -1), covers all. silent: a reentrant checkpoint hid nodes."""
     causes: dict[int, str] = {}
-    statistics = ""  # of a batch: why rows below mix
-    for site, why in sorted(recorder.refusals, key=lambda refusal: _explains(key_of(refusal[1]))):
-        if silent and key_of(why) == "not_found":
+    statistics = ""  # the latest cause that explains why the rows of layers below mix
+    last = "mixes", "segments_"  # keys of causes that explain others, and so replace them
+    for site, why in sorted(recorder.refusals, key=lambda r: key_of(r[1]).startswith(last)):
+        key, own = key_of(why), layers[site].parameters if site >= 0 else ()
+        covered = [place for place in own if place in trainable]
+        if silent and key == "not_found":
             why = cause(why, more="reentrant")
-        own = layers[site].parameters if site >= 0 else ()
-        concerned = [place for place in own if place in places]
-        if site >= 0 and (not concerned or key_of(why) == "batch_statistics"):  # it may be frozen
+        if site >= 0 and (not covered or key == "batch_statistics"):
             why = cause(why, module=layers[site].name)
-        if key_of(why) == "batch_statistics":
+        if key == "batch_statistics":
             statistics = why
-        elif key_of(why) == "mixes":
+        elif key == "mixes":
             why = statistics or why
-        causes.update(dict.fromkeys(concerned or places, why))
+        causes.update(dict.fromkeys(covered or trainable, why))
     return causes
-
-
-def _beyond(count: int) -> str:
-    return cause("beyond" if count > 0 else "without_edge", places=abs(count))
-
-
-def _explains(key: str) -> bool:
-    """Return True for a cause from which others follow."""
-    return key == "mixes" or key.startswith("segments_")

@@ -1,8 +1,9 @@
-"""Notes taken while forwards run, on each thread: which tensors are constant (constant.py) in the
-first forward of a regime, and the further outputs of modules that have several.
+"""The trace of a forward, taken on its thread while it runs, and what traces say of a model.
 
-A regime is the modes of the modules and what is trained. What is constant is a matter of the
-model's code: seen once, it holds for batches of other sizes.
+The first forward of a regime is watched: each operator is observed, to find the tensors that are
+constant, which means the same for any batch (graph/constant.py). A regime is the modes of the
+modules and which parameters are trained. One watched forward serves batches of all sizes, because
+the model's code decides what is constant.
 """
 
 from __future__ import annotations
@@ -29,72 +30,78 @@ from ..graph.nodes import Graph
 from ..sharding import local_part
 from ..sites.several import End
 
+_Facts = dict[tuple[int, int], int | None]  # by site and number of its call; None: it differed
+
 
 @dataclass
 class Memory:
-    """Facts that forwards of one regime have shown; outlives the probe."""
+    """What the watched forwards of one regime have shown. Outlives the probe."""
 
-    watches: int = 1  # so many of the next forwards are watched
-    # Of the inputs of sites, by the site and the place among its calls; None: it differed.
-    constant: dict[tuple[int, int], int | None] = field(default_factory=dict)
-    anchored: dict[tuple[int, int], int | None] = field(default_factory=dict)
-    picks: bool = False  # data chose how many rows layers have
-    # Of the samples in the outputs, by their place and number of dimensions.
+    watches: int = 1  # how many of the next forwards to watch
+    constant: _Facts = field(default_factory=dict)  # 1: all inputs of the call are constant
+    # Layout of an input that is a view, or an elementwise result, of an argument of the model.
+    anchored: _Facts = field(default_factory=dict)
+    picks: bool = False  # the values of data decided how many rows a layer got
+    # Dimension of the samples in an output, by its place and number of dimensions.
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def tables(self, uses: Sequence[Any]) -> set[int]:
-        """Return the uses with constant inputs, as far as that was observed."""
-        return set(_where(self.constant, uses))
-
-    def see(self, uses: Sequence[Any], constant: Callable[[Any, int], bool]) -> None:
-        """Note the uses with constant outputs, though not all of their inputs are, as positions
-        beside the ids that they are of."""
-        for call, (_, _, node, number) in zip(_calls(uses), uses, strict=True):
-            same = node is not None and constant(node, number)
-            self.constant[call] = 1 if same else self.constant.get(call)
+        """Return the uses whose inputs, as far as they were watched, are all constant."""
+        return set(_look_up(self.constant, uses))
 
     def anchors(self, uses: Sequence[Any]) -> dict[int, int]:
-        """Return layouts of uses that got a view of the model's argument, or its like."""
-        return _where(self.anchored, uses)
+        """Return {use: layout of its input} for inputs that an argument of the model shows."""
+        return _look_up(self.anchored, uses)
+
+    def note_constants(self, uses: Sequence[Any], is_constant: Callable[[Any, int], bool]) -> None:
+        """Count uses as tables whose output is constant though an input is not: positions made
+        from the shape of the ids, for example."""
+        for call, (_, _, node, number) in zip(_calls(uses), uses, strict=True):
+            if node is not None and is_constant(node, number):
+                self.constant[call] = 1
+            else:
+                self.constant.setdefault(call, None)
 
     def learn(self, watch: Watch) -> None:
+        """Add what a watched forward has shown; a fact that differs from before becomes None."""
         self.watches = max(0, self.watches - 1)
         self.picks = self.picks or watch.observer.picks
-        for known, inputs in (self.constant, watch.inputs), (self.anchored, watch.anchored):
-            for call, one in inputs.items():
-                known[call] = one if known.get(call, one) == one else None
+        for known, seen in (self.constant, watch.inputs), (self.anchored, watch.anchored):
+            for call, fact in seen.items():
+                known[call] = fact if known.get(call, fact) == fact else None
 
 
 def _calls(uses: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """Yield the site of each use, and its place among the calls of this site."""
+    """Yield for each use its site, and its number among the calls of that site."""
     calls: Counter[int] = Counter()
     for site, *_ in uses:
         yield site, calls[site]
         calls[site] += 1
 
 
-def _where(known: dict[tuple[int, int], int | None], uses: Sequence[Any]) -> dict[int, int]:
-    """Return what is known of these uses; of a site called more often, if its calls were alike."""
+def _look_up(known: _Facts, uses: Sequence[Any]) -> dict[int, int]:
+    """Return {use: fact}. A call that was never watched takes the fact that all watched calls of
+    its site share."""
     found: dict[int, int] = {}
     for k, call in enumerate(_calls(uses)):
-        one = known.get(call)
+        fact = known.get(call)
         if call not in known:
-            ones = {one for (site, _), one in known.items() if site == call[0]}
-            one = ones.pop() if len(ones) == 1 else None
-        if one is not None:
-            found[k] = one
+            facts = {fact for (site, _), fact in known.items() if site == call[0]}
+            fact = facts.pop() if len(facts) == 1 else None
+        if fact is not None:
+            found[k] = fact
     return found
 
 
 class ForwardTrace(NamedTuple):
-    """Facts that one forward showed while it ran."""
+    """What one forward showed while it ran."""
 
-    watch: Watch | None
-    ends: dict[tuple[int, Any], list[End]]  # of several outputs, by site and the first's node
-    nodes: int  # of the graph that it made
-    kind: Any  # of outputs
-    flat: bool  # the first argument shows no N: its rows may be of any sample
-    by_row: Mapping[Any, Any]  # nodes that took a sample's rows from its own, see `note_routes`
+    watch: Watch | None  # None: it was not watched
+    ends: dict[tuple[int, Any], list[End]]  # further outputs of a use, by site and first one's node
+    nodes: int  # count of the graph's nodes that it made
+    kind: Any  # of the outputs, see _kind
+    flat: bool  # the first argument does not show N: its rows may be of any sample
+    by_row: Mapping[Any, Any]  # see note_routes
 
 
 @dataclass(frozen=True)
@@ -102,14 +109,13 @@ class Forward:
     """A forward of the model that has ended."""
 
     run: Any  # its pass
-    uses: Sequence[Any]  # (site, sizes of the output, its node, its number there)
+    uses: Sequence[Any]  # (site, sizes of the output, node of the output, output of the node)
     outputs: Sequence[Tensor]  # of the model
     trace: ForwardTrace
 
     @property
     def n(self) -> int:
-        n: int = self.run.n
-        return n
+        return int(self.run.n)
 
     @cached_property
     def graph(self) -> Graph:
@@ -120,7 +126,7 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.watch: Watch | None = None
         self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
-        self.first = 0  # of the graph's nodes that this forward made
+        self.first = 0  # number of the first node that this forward made
         self.ends: dict[tuple[int, Any], list[End]] = {}
         self.by_row: dict[Any, Any] = {}
         self.flat = False
@@ -128,7 +134,7 @@ class _OfThread(threading.local):
 
 
 class Forwards:
-    """The forwards of one probe."""
+    """Traces the forwards of one probe."""
 
     def __init__(self, parameters: Any, memories: dict[Any, Memory]) -> None:
         self._parameters, self._memories = parameters, memories
@@ -136,12 +142,12 @@ class Forwards:
 
     @property
     def memory(self) -> Memory:
-        """Return the memory of the regime that the modules are in."""
+        """Return the memory of the model's regime."""
         regime = self._parameters.regime()
         return self._memories.get(regime) or self._memories.setdefault(regime, Memory())
 
     def watch_again(self) -> None:
-        """Have the next forward of this regime watched, at least."""
+        """Watch at least the next forward of this regime."""
         self.memory.watches = max(1, self.memory.watches)
 
     @property
@@ -153,35 +159,38 @@ class Forwards:
         return self._local.watch is not None
 
     def start(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
+        """Begin the trace of a forward, and watch it if its regime asks for that."""
         local = self._local
-        local.caches, local.first = [], torch.autograd._get_sequence_nr()
-        local.postponed = []
+        local.caches, local.postponed = [], []
+        local.first = torch.autograd._get_sequence_nr()
         local.flat = n > 1 and has_flat_rows(arguments, n, batch_dim)
         if n > 1 and self.memory.watches:
             constants = [*map(local_part, model.parameters()), *model.buffers()]
             local.watch = Watch(constants, sized_tensors_in(arguments), n, batch_dim)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> ForwardTrace:
-        """Stop watching at the end of a forward (whole), or of a call of the model by itself."""
-        local = self._local
+        """Return the trace of a forward. whole: end it; False for the inner call of a model that
+        calls itself. outputs: None if the forward failed, or an interrupt left it."""
+        local, watch = self._local, None
         nodes = torch.autograd._get_sequence_nr() - local.first
-        if outputs is None:  # it failed
+        ends, by_row = local.ends, local.by_row
+        if outputs is None:
             local.postponed = []
-        if not whole:
-            return ForwardTrace(None, local.ends, nodes, _kind(outputs), local.flat, local.by_row)
-        watch, ends, by_row = local.watch, local.ends, local.by_row
-        local.watch, local.ends, local.by_row = None, {}, {}
+        if whole:
+            watch, local.watch = local.watch, None
+            local.ends, local.by_row = {}, {}
         if watch is not None:
             watch.observer.stop()
-            if outputs is not None:  # else it failed, or was left by an interrupt
+            if outputs is not None:
                 self.memory.learn(watch)
         return ForwardTrace(watch, ends, nodes, _kind(outputs), local.flat, by_row)
 
     def postpone(self, use: int, listen: Callable[[], None]) -> None:
-        """Listen to a use at the end of the forward only, if it is not SHARED."""
+        """Have a use's hooks added by `listen` at the end of the forward."""
         self._local.postponed.append((use, listen))
 
     def listen(self, layouts: Sequence[int]) -> None:
+        """Add the postponed hooks, but for uses that are SHARED: these are served elsewhere."""
         postponed, self._local.postponed = self._local.postponed, []
         for use, listen in postponed:
             if not 0 <= use < len(layouts) or layouts[use] != SHARED:
@@ -194,21 +203,20 @@ class Forwards:
 
     @property
     def picks(self) -> bool:
-        """Return whether this forward, watched, has taken rows of data by data."""
+        """Return True if this forward is watched, and the values of data have picked rows."""
         watch = self._local.watch
         return watch is not None and bool(watch.observer.picks)
 
     def note_routes(self, use: int, nodes: Mapping[Any, int], picks: bool) -> None:
-        """Note nodes of a use that sent rows by values, each sample's to its own; so many did not.
-
-        picks: before it. What it took itself was used by these alone.
-        """
+        """Note a use's nodes that route rows by their values and keep each row in its sample, as
+        {node: count of routing nodes of the use that do not}. picks: as it was before this use,
+        whose own picks these nodes cover."""
         self._local.by_row.update({node: (use, others) for node, others in nodes.items()})
         if self._local.watch is not None:
             self._local.watch.observer.picks = picks
 
     def note_call(self, site: int, inputs: Sequence[Tensor]) -> None:
-        """Note a call of a site where operators are watched, or under a selective checkpoint."""
+        """Note a call of a site in a watched forward, and the caches of selective checkpoints."""
         if self._local.watch is not None:
             with without_user_modes():
                 self._local.watch.note_call(site, inputs)
@@ -218,27 +226,27 @@ class Forwards:
                 self._local.caches.append(cache)
 
     @contextlib.contextmanager
-    def unspent(self) -> Iterator[None]:
-        """Have a backward inside leave selective checkpoints as they are: they serve one alone."""
+    def keep_caches(self) -> Iterator[None]:
+        """Put back the caches of selective checkpoints: a backward inside empties them."""
         caches = self._local.caches
-        before = [{key: tree_map(_detached, kept) for key, kept in c.items()} for c in caches]
+        before = [{key: tree_map(_copied, kept) for key, kept in c.items()} for c in caches]
         try:
             yield
         finally:
-            self._local.caches = caches  # and not those of forwards that ran again
+            self._local.caches = caches  # without those of forwards that ran again inside
             for cache, kept in zip(caches, before, strict=True):
                 cache.update(kept)
 
 
 def _kind(outputs: Any) -> Any:
-    """Return the kind of a model's outputs, at a glance: each forward is asked."""
+    """Return a cheap description of a model's outputs: the keys of a dict, or their count."""
     if isinstance(outputs, dict):
         return tuple(outputs)
     return len(outputs) if isinstance(outputs, (tuple, list)) else 1
 
 
-def _detached(entry: Any) -> Any:
-    """Return a copy of what a selective checkpoint keeps, which is made a view once."""
+def _copied(entry: Any) -> Any:
+    """Return a copy of an entry of a selective checkpoint's cache, which can be used once."""
     if not isinstance(getattr(entry, "val", None), Tensor):
         return entry
     twin = copy.copy(entry)

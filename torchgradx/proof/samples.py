@@ -1,11 +1,11 @@
-"""check="samples": two samples run through the model alone, and their norms compared.
+"""check="samples": runs two samples alone, and compares their norms with the recorded ones.
 
-A gradient does not show what a model does to its data before the first layer, or to frozen and
+The gradient does not show what a model does to its data before the first layer, or to frozen and
 detached tensors. So the first and the last sample of a batch are run by themselves, once per
 structure: the gradient that arrived at the outputs for that sample is pulled back, and the norm of
-each parameter must be the recorded one. The model is called on a batch of one, not copied. Buffers,
-modes and random generators are put back. This happens when the first backward of a pass ends,
-before an optimizer can change the weights.
+each parameter must be the recorded one. The model is called on a batch of one, not copied; its
+buffers, its modes and the random generators are put back. This happens when the first backward of
+a pass ends, before an optimizer can change the weights.
 """
 
 from __future__ import annotations
@@ -27,48 +27,41 @@ from torch.utils._pytree import tree_map
 from ..graph.arguments import size_of_batch, sized_tensors_in, tensors_in
 from ..graph.nodes import Graph
 from ..kept import model_kept, random_state_kept
+from ..record.checkpoints import Reentrant
 from ..refusals import RefusedError, cause
 from ..sharding import data_parallel
 from ..sites.regime import Regime
 from ..sites.site import ProbeParts
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
-TOLERANCE, TOLERANCE_OF_HALF = 1e-3, 5e-2  # relative to the norm over all parameters
-RANDOM = "the forward draws random numbers"
-DISTRIBUTED = "the model is distributed"
-SAMPLE_IDS = "sample_ids="
-NO_BATCH = "no batch of one can be taken from its arguments"
+HALF_DTYPES = {torch.float16, torch.bfloat16}
 
 
 @dataclass
 class KeptForward:
-    """One forward of a pass, kept until its gradients have arrived."""
+    """One forward of a pass, kept until its backward has ended."""
 
     module: nn.Module
-    arguments: tuple[Any, Any]
+    arguments: Any  # (args, kwargs)
     regime: Regime
-    key: Any
-    sharing: bool  # whether the shapes leave open which arguments all samples share
+    key: Any  # of its structure
+    may_share: bool  # the shapes do not tell an argument by sample from one that samples share
     grads: dict[int, Tensor] = field(default_factory=dict)  # by output
     outputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # with their versions
-
-
-class _OfThread(threading.local):
-    silent = False
 
 
 class Samples:
     """Checks the passes of one probe."""
 
     def __init__(self, shared: ProbeParts, sq_norms: Callable[[Any, int], Tensor]) -> None:
-        self._recorder, self._parameters, _, self._options, _, known = shared
-        self.on = shared.options["check"] == "samples"
-        self._local = _OfThread()
-        self.refused: dict[int, str] = {}  # by parameter
+        """sq_norms: returns [N] of a pass and a parameter."""
+        self._recorder, self._parameters, _, self._options, _, caches = shared
+        self._is_on = shared.options["check"] == "samples"
+        self._local = threading.local()
+        self.refused: dict[int, str] = {}  # cause by parameter
         self._sq_norms = sq_norms
-        # Structure -> why it was skipped, or None.
-        self._checked: dict[Any, str | None] = known.setdefault("samples", {})
-        self._generators: Any = None
+        # By structure: the reason why it is not checked, or None.
+        self._checked: dict[Any, str | None] = caches.setdefault("samples", {})
+        self._generators: Any = None  # their states when the forward began
         self._arrived: dict[int, list[KeptForward]] = {}  # by serial number of the pass
 
     @property
@@ -79,8 +72,8 @@ class Samples:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Mark backwards inside as not the user's."""
-        before, self._local.silent = self._local.silent, True
+        """Mark the forwards and backwards inside as ours, on this thread."""
+        before, self._local.silent = self.silent, True
         try:
             yield
         finally:
@@ -88,51 +81,50 @@ class Samples:
 
     @property
     def silent(self) -> bool:
-        """Return whether one of our own forwards or backwards runs on this thread."""
-        return self._local.silent
+        """Return True if one of our own forwards or backwards runs on this thread."""
+        return getattr(self._local, "silent", False)
 
     # Forward
 
     def begin(self) -> None:
-        if self.on:
-            self._generators = _generators(self._parameters.tensors())
+        """Note the random generators before a forward."""
+        if self._is_on:
+            self._generators = _generator_states(self._parameters.tensors())
 
-    def listen(
-        self, run: Any, key: Any, module: nn.Module, arguments: tuple[Any, Any], out: Any
-    ) -> None:
+    def listen(self, run: Any, key: Any, module: nn.Module, arguments: Any, out: Any) -> None:
         """Keep what the check needs at the end of a forward, if its structure is new."""
-        if not self.on or run.n < 2 or key in self._checked:
+        if not self._is_on or run.n < 2 or key in self._checked:
             return
         reason = self._why_skipped(run.n, module, arguments)
         if reason:
             self._checked[key] = reason
             return
-        device = next((p.device.type for p in module.parameters()), "cpu")
-        there = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        regime = Regime(device, torch.get_autocast_dtype(device) if there else None, None)
-        sharing = _sharing(arguments, run.n, self._options["batch_dim"])
-        call = KeptForward(module, arguments, regime, key, sharing)
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        regime = Regime.current(device, draws=False)
+        may_share = _may_share(arguments, run.n, self._options["batch_dim"])
+        call = KeptForward(module, arguments, regime, key, may_share)
         for k, t in enumerate(tensors_in(out)):
             if t.requires_grad and t.grad_fn is not None:
                 call.outputs[k] = t.detach(), t._version
                 t.register_hook(partial(self._arrive, run.serial, call, k))
 
-    def _why_skipped(self, n: int, module: nn.Module, arguments: tuple[Any, Any]) -> str | None:
-        if self._generators != _generators(self._parameters.tensors()):
-            return RANDOM
+    def _why_skipped(self, n: int, module: nn.Module, arguments: Any) -> str | None:
+        """Return the reason why the samples of a forward cannot be run alone, or None."""
+        if self._generators != _generator_states(self._parameters.tensors()):
+            return "the forward draws random numbers"
         if data_parallel(module) is not None or self._parameters.gathered():
-            return DISTRIBUTED
+            return "the model is distributed"
         if self._options.get("sample_ids") is not None:
-            return SAMPLE_IDS
+            return "sample_ids="
         first = next((t for t in sized_tensors_in(arguments) if t.dim()), None)
-        dim = self._options["batch_dim"]
-        if first is None or size_of_batch(first, dim) != n:
-            return NO_BATCH
+        if first is None or size_of_batch(first, self._options["batch_dim"]) != n:
+            return "no batch of one can be taken from its arguments"
         return None
 
     # Backward
 
     def _arrive(self, serial: int, call: KeptForward, output: int, g: Tensor) -> None:
+        """Add up the gradient of an output: it may come in parts."""
         if self.silent or torch._C._current_graph_task_id() == -1:
             return
         before = call.grads.get(output)
@@ -145,7 +137,7 @@ class Samples:
         """Check these passes at the end of their first backward. Never raises."""
         for run in runs:
             calls = self._arrived.pop(run.serial, [])
-            if calls and not any(call.key in self._checked or call.sharing for call in calls):
+            if calls and not any(call.key in self._checked or call.may_share for call in calls):
                 self._check(run, calls)
         self._arrived.clear()
 
@@ -157,17 +149,15 @@ class Samples:
                 if mismatches:
                     self.refused.update(mismatches)
                     return
-        except RefusedError as error:
-            self.refused.update(dict.fromkeys(run.trainable, error.cause))
-            return
         except Exception as error:
             why = cause("failed_alone", sample=sample, error=f"{type(error).__name__}: {error}")
+            why = error.cause if isinstance(error, RefusedError) else why
             self.refused.update(dict.fromkeys(run.trainable, why))
             return
         self._checked.update({call.key: None for call in calls})
 
     def _compare(self, run: Any, calls: Sequence[KeptForward], sample: int) -> dict[int, str]:
-        """Return a cause for each parameter whose norm differs."""
+        """Return {place: cause} for the parameters whose norm differs."""
         tensors = self._parameters.tensors()
         live = {place: tensors[place] for place in run.trainable}
         totals: dict[int, Tensor] = {}
@@ -179,22 +169,22 @@ class Samples:
         alone = {place: float(g.double().norm()) for place, g in totals.items()}
         batched = {place: float(self._sq_norms(run, place)[sample]) ** 0.5 for place in live}
         if not all(map(np.isfinite, (*alone.values(), *batched.values()))):
-            return {}  # a scaler's to report
+            return {}  # a GradScaler reports them
         whole = max(float(np.hypot.reduce([*norms.values(), 0.0])) for norms in (alone, batched))
-        kinds = {p.dtype for p in live.values()} | {call.regime.autocast for call in calls}
-        allowed = TOLERANCE_OF_HALF if kinds.intersection(HALF_DTYPES) else TOLERANCE
+        dtypes = {p.dtype for p in live.values()} | {call.regime.autocast for call in calls}
+        allowed = whole * _tolerance(dtypes)
         return {
             place: cause("alone", sample=sample, alone=f"{other:.4g}", batched=f"{norm:.4g}")
             for place, norm in batched.items()
-            if abs(norm - (other := alone.get(place, 0.0))) > allowed * whole
+            if abs(norm - (other := alone.get(place, 0.0))) > allowed
         }
 
     def _gradients(
         self, call: KeptForward, n: int, sample: int, live: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """Run the model on one sample, and return the gradients by its parameters."""
-        dim, mean = self._options["batch_dim"], self._options["loss_reduction"] == "mean"
-        args, kwargs = _of_one(call.arguments, n, sample, dim)
+        """Run the model on one sample, and return the gradients of its parameters."""
+        dim, is_mean = self._options["batch_dim"], self._options["loss_reduction"] == "mean"
+        args, kwargs = _take_sample(call.arguments, n, sample, dim)
         with (
             self.quiet(),
             model_kept(call.module),
@@ -204,42 +194,46 @@ class Samples:
         ):
             self._recorder.push(None)
             try:
-                with _eager():
+                with _without_compiler():
                     outputs = tensors_in(call.module._call_impl(*args, **kwargs))
             finally:
                 self._recorder.pop()
             roots = {k: outputs[k] for k in call.grads if outputs[k].requires_grad}
             for k, alone in roots.items():
-                self._differs(call, k, alone, n, sample)
-            seeds = [_seed(call.grads[k], t, n, sample, dim, mean) for k, t in roots.items()]
+                self._check_output(call, k, alone, n, sample)
+            seeds = [_seed(call.grads[k], t, n, sample, dim, is_mean) for k, t in roots.items()]
             for t, seed in zip(roots.values(), seeds, strict=True):
-                # All that arrived at it: an encoder's output has its decoder's part already.
+                # The seed is all that arrived: an encoder's output has its decoder's part already.
                 t.register_hook(lambda _, seed=seed: seed)
             return _pull_back(list(roots.values()), seeds, live) if roots else [None] * len(live)
 
-    def _differs(self, call: KeptForward, k: int, alone: Tensor, n: int, sample: int) -> None:
-        """Raise where the output of the sample is another than it was in its batch."""
+    def _check_output(self, call: KeptForward, k: int, alone: Tensor, n: int, sample: int) -> None:
+        """Raise RefusedError if an output of the sample is not what it was in the batch."""
         whole, version = call.outputs[k]
         if alone.shape == whole.shape or whole._version != version:
             return  # the model's own loss; or it was written into since
         batched = _part(whole, alone, n, sample, self._options["batch_dim"])
-        half = {alone.dtype, call.regime.autocast}.intersection(HALF_DTYPES)
-        off, size = ((t.double()).norm() for t in (alone.detach() - batched, batched))
-        if off > (TOLERANCE_OF_HALF if half else TOLERANCE) * size:
+        difference, size = (t.double().norm() for t in (alone.detach() - batched, batched))
+        if difference > _tolerance({alone.dtype, call.regime.autocast}) * size:
             raise RefusedError(cause("output_alone", sample=sample))
+
+
+def _tolerance(dtypes: set[torch.dtype | None]) -> float:
+    """Return the allowed difference, relative to the norm over all parameters."""
+    return 1e-3 if HALF_DTYPES.isdisjoint(dtypes) else 5e-2
 
 
 def _pull_back(
     roots: Sequence[Tensor], seeds: Sequence[Tensor], live: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of the live tensors, without the hooks of the user's on them."""
+    """Return the gradients of the live tensors, with the user's hooks on these disabled."""
     tables = [h for p in live for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
     hooks = [(table, dict(table)) for table in tables]
     grads = [p.grad for p in live]
     try:
         for table in tables:
             table.clear()
-        if not any(map(_is_reentrant, Graph(roots).parents)):
+        if not any(isinstance(node, Reentrant) for node in Graph(roots).parents):
             return torch.autograd.grad(roots, live, seeds, allow_unused=True)
         for p in live:  # a reentrant checkpoint allows backward() alone
             p.grad = None
@@ -252,58 +246,50 @@ def _pull_back(
             p.grad = g
 
 
-def _is_reentrant(node: Any) -> bool:
-    return isinstance(node, torch.utils.checkpoint.CheckpointFunction._backward_cls)
-
-
-def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, mean: bool) -> Tensor:
+def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, is_mean: bool) -> Tensor:
     """Return the sample's part of an output's gradient, in the shape of its output alone."""
-    if g.shape == alone.shape:  # the model's own loss, or what all samples share
-        return g / n if mean else g
+    if g.shape == alone.shape:  # the model's own loss, or an output that all samples share
+        return g / n if is_mean else g
     return _part(g, alone, n, sample, dim)
 
 
-def _part(g: Tensor, alone: Tensor, n: int, sample: int, dim: int) -> Tensor:
+def _part(t: Tensor, alone: Tensor, n: int, sample: int, dim: int) -> Tensor:
     """Return the rows of one sample, in the shape of its output alone."""
-    fits = [
-        d
-        for d, size in enumerate(g.shape)
-        if alone.dim() == g.dim() and _but(g, d) == _but(alone, d) and size == n * alone.shape[d]
-    ]
+    sizes = alone.shape
+    batches = [(*sizes[:d], n * size, *sizes[d + 1 :]) for d, size in enumerate(sizes)]
+    fits = [d for d, shape in enumerate(batches) if shape == t.shape]
     if not fits:
-        shapes = f"{list(alone.shape)} and, in its batch, {list(g.shape)}"
+        shapes = f"{list(alone.shape)} and, in its batch, {list(t.shape)}"
         raise ValueError(f"an output has the shape {shapes}")
     d = dim if dim in fits else fits[0]
     if alone.shape[d] > 1 and dim == 1:  # rows t*N+n
-        return g.unflatten(d, (-1, n)).select(d + 1, sample)
-    return g.narrow(d, sample * alone.shape[d], alone.shape[d])
+        return t.unflatten(d, (-1, n)).select(d + 1, sample)
+    return t.narrow(d, sample * alone.shape[d], alone.shape[d])
 
 
-def _but(t: Tensor, dim: int) -> list[int]:
-    return [size for d, size in enumerate(t.shape) if d != dim]
+def _take_sample(arguments: Any, n: int, sample: int, dim: int) -> Any:
+    """Return the arguments for a batch of one sample."""
 
-
-def _of_one(arguments: tuple[Any, Any], n: int, sample: int, dim: int) -> tuple[Any, Any]:
-    def one(leaf: Any) -> Any:
+    def take(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim() or size_of_batch(leaf, dim) != n:
             return leaf
         d = dim if leaf.dim() > dim else 0
         return leaf.detach().narrow(d, sample, 1).requires_grad_(leaf.requires_grad)
 
-    found: tuple[Any, Any] = tree_map(one, arguments)
-    return found
+    return tree_map(take, arguments)
 
 
-def _sharing(arguments: Any, n: int, dim: int) -> bool:
-    """Return True if an argument may be shared by all samples (a mask [T, T] with T = N)."""
+def _may_share(arguments: Any, n: int, dim: int) -> bool:
+    """Return True if all samples may share an argument: a mask [T, T] with T = N, for example."""
     first, *others = [t for t in sized_tensors_in(arguments) if t.dim()]
-    return n in _but(first, dim)[:1] and any(
+    is_square = first.shape[1 - dim : 2 - dim] == (n,)
+    return is_square and any(
         t.dim() < 3 and t.shape != first.shape and size_of_batch(t, dim) == n for t in others
     )
 
 
-def _generators(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the states of all random generators, to be compared."""
+def _generator_states(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Return the states of torch's, numpy's and Python's random generators, to be compared."""
     devices = {p.device for p in tensors if p.device.type == "cuda"}
     states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
     _, keys, *places = np.random.get_state()
@@ -311,6 +297,6 @@ def _generators(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     return [array.tobytes() for array in arrays], random.getstate(), places
 
 
-def _eager() -> Any:
+def _without_compiler() -> Any:
     compiled = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

@@ -1,8 +1,9 @@
-"""Passes whose rows are of samples as the user's `sample_ids` says, or as rows were routed.
+"""Passes whose rows hold the samples in no fixed order: `sample_ids`, or rows routed by values.
 
-Owners of every use's rows are read off the graph in every pass (owners.py). What that takes on
-trust is proven by weighted backwards, where no pass has shown the path to a use yet:
-verdicts are by use, since a loop over the experts that were hit makes another graph in each step.
+The owners of some rows are the sample of each row, [rows], N for padding. Each pass reads them off
+its graph (graph/owners.py). What that takes on trust is proven by weighted backwards, once for each
+path from the model's outputs to a use. Verdicts are by use, not by structure: a loop over the
+experts that were hit makes another graph in each step. A segment is the rows of one sample.
 """
 
 from __future__ import annotations
@@ -29,51 +30,52 @@ from .verdict import Verdict
 if ops.NATIVE:
     from .. import _C
 
-# Rows of a sequence's or an image's neighbours are not the model's rows.
+# Kinds of layers that are served; not those whose rows read their neighbours (convolutions).
 SERVED = ("linear", "transposed linear", "geometric linear", "embedding", "layernorm", "rmsnorm",
           "prelu", "vmap")  # fmt: skip
-MAX_RUNS = 16  # runs of samples whose rows stay where they are: more of them are sorted by length
-ROUTED = ("mixes", "not_found", "unproven")
+MAX_RUNS = 16  # runs of samples with equal lengths; with more of them, rows are sorted by length
+ROUTED = ("mixes", "not_found", "unproven")  # refusals that owners may make unnecessary
 NO_VERDICT = Verdict([], [])
+Refusals = list[tuple[int, str]]  # (site, cause)
 
 
 class Segments(NamedTuple):
-    """The sample of each row of some uses: [rows], N where it is of none."""
+    """The twin of C++'s Segments, without the extension."""
 
     owners: Tensor
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The sample of each row of the model's inputs."""
+    """The owners of the rows of the model's inputs."""
 
-    owners: Tensor  # [rows], N where it is padding
-    grid: list[int]  # sizes of the rows
+    owners: Tensor
+    grid: list[int]  # sizes of the rows: [rows], or [B, T]
     n: int
 
     @staticmethod
     def of(ids: Tensor | None, n: int) -> Inputs:
-        """Return inputs by the user's ids, negative for padding; None: one row for each sample."""
+        """ids: the user's, negative for padding. None: one row for each sample."""
         ids = torch.arange(n) if ids is None else ids
         owners = ids.flatten()
         return Inputs(torch.where(owners < 0, n, owners), list(ids.shape), n)
 
-    def joined_by(self, masks: Sequence[Tensor]) -> bool:
-        """Return whether attention's mask joins rows [B, T] of two samples."""
+    def are_joined_by(self, masks: Sequence[Tensor]) -> bool:
+        """Return True if a mask lets rows [B, T] attend to those of another sample."""
         if len(self.grid) != 2:
             return False
         joins = (mask_joins(mask, self.owners.view(self.grid), self.n) for mask in masks)
         return any(_read([joined for joined in joins if joined is not None]))
 
     @cached_property
-    def within(self) -> bool:
-        """Return whether a line has several samples: one document and padding shows nothing."""
+    def has_shared_lines(self) -> bool:
+        """Return True if one line of [B, T] holds several samples, beside padding."""
         lines = self.owners.view(self.grid) if len(self.grid) == 2 else self.owners[:, None]
         several = (lines != lines.amin(1, True)) & (lines != self.n) if lines.numel() else lines
         return bool(several.any())
 
     @cached_property
-    def padded(self) -> bool:
+    def has_padding(self) -> bool:
         return bool((self.owners == self.n).any())
 
 
@@ -85,16 +87,16 @@ class _Owners(NamedTuple):
     names: set[str]  # of its nodes
 
     def at(self, node: Any, number: int, leads: list[int]) -> Owned | None:
-        """Return owners of the rows [*leads] of a node's output, as far as they are known there."""
+        """Return the owners of the rows [*leads] of a node's output, or None."""
         found, n = self.below.get((node, number)), self.inputs.n
         if found is None:
             return None
         rows = owners_by(found, tuple(node._input_metadata[number].shape), leads)
         flags = found.flags
         if rows is not None:
-            known = self.inputs.owners
-            if rows is not known and len(self.inputs.grid) == 2 and leads == self.inputs.grid:
-                ids = known.to(rows.device)  # what the user says of them holds
+            ids = self.inputs.owners
+            if rows is not ids and len(self.inputs.grid) == 2 and leads == self.inputs.grid:
+                ids = ids.to(rows.device)  # these are the user's rows: the ids must agree
                 flags = (*flags, ((rows != ids) & (rows != n) & (ids != n)).any())
         elif prod(leads) and len(found.owners) % prod(leads) == 0:  # features taken by index
             each = found.owners.view(prod(leads), -1)
@@ -104,12 +106,12 @@ class _Owners(NamedTuple):
 
 
 def sample_rows(options: Mapping[str, Any], args: Any, kwargs: Any) -> tuple[Tensor, int] | None:
-    """Return the sample of each row of the model's inputs, as the user says; and N."""
+    """Return the ids that the user's `sample_ids` gives, and N; None if there is no such option."""
     if options["sample_ids"] is None:
         return None
     ids = options["sample_ids"](args, kwargs)
-    whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex())
-    if not whole or ids.dtype is torch.bool:
+    is_whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex())
+    if not is_whole or ids.dtype is torch.bool:
         got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"sample_ids(args, kwargs) must return a LongTensor; got {got}")
     if ids.dim() not in (1, 2):
@@ -125,7 +127,8 @@ def sample_rows(options: Mapping[str, Any], args: Any, kwargs: Any) -> tuple[Ten
 
 
 def segments_from(owners: Tensor, n: int) -> Any:
-    """Return what C++ serves rows by: which samples have as many rows, one after another."""
+    """Return the segments of rows with these owners. To kernels, a run of samples with as many rows
+    each is one batch."""
     if not ops.NATIVE:
         return Segments(owners)
     counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
@@ -144,43 +147,46 @@ def segments_from(owners: Tensor, n: int) -> Any:
 
 
 class SegmentExaminer:
-    """Finds the owners of every use of a pass."""
+    """Finds and proves the owners of each use's rows, for one probe."""
 
     def __init__(self, shared: ProbeParts, audit: Audit) -> None:
-        _, self._parameters, self._layers, self._options, self._sites, known = shared
+        _, self._parameters, self._layers, self._options, self._sites, caches = shared
         self._audit = audit
         # Regimes whose rows go where a batch's values send them.
-        self._routed: dict[Any, bool] = known.setdefault("routed", {})
-        self._by_sample: dict[tuple[int, int], bool] = {}  # outputs by place and dimensions
+        self._routed: dict[Any, bool] = caches.setdefault("routed", {})
+        # By an output's place and number of dimensions: True if it has one row for each sample.
+        self._by_sample: dict[tuple[int, int], bool] = {}
 
     @property
     def notes(self) -> list[str]:
         """Return lines for explain()."""
-        said = ["rows by sample_ids"] * (self._options["sample_ids"] is not None)
-        return said + ["routed rows: by the indices that they were taken by"] * bool(self._routed)
+        lines = ["rows by sample_ids"] * (self._options["sample_ids"] is not None)
+        return lines + ["routed rows: by the indices that they were taken by"] * bool(self._routed)
 
     def applies(self, ids: Tensor | None) -> bool:
+        """Return True if passes have owners: by the user's ids, or as an earlier pass showed."""
         return ids is not None or bool(self._routed and self._parameters.regime() in self._routed)
 
     def examine(self, forward: Forward, ids: Tensor | None) -> bool:
-        """Give a pass the owners of its uses' rows, or refuse it; False: it is of another kind."""
+        """Give a pass the owners of its uses' rows, or refuse it. Return False, and do nothing, if
+        it must be examined by structure."""
         if not self.applies(ids):
             return False
         refusals, layouts = self._attempt(forward, ids)
-        if ids is None and refusals:  # it has tables, perhaps
+        if ids is None and refusals:  # perhaps it has tables
             return False
         forward.run.refusals += refusals
         forward.run.layouts += layouts
         return True
 
     def rescue(self, forward: Forward) -> None:
-        """Look for the owners of rows that have no layout: experts get rows by their values."""
+        """Find owners for uses that were refused: experts get rows by their values."""
         run, uses, causes = forward.run, forward.uses, forward.run.refusals
         refused = {site for site, why in causes if key_of(why) in ROUTED}
-        here = {site for site, *_ in uses}  # none of a structure that is known as it is
-        said = self._options["batch_dim"] or self._options["layout"]
-        joint = len(run.layouts) != len(uses)
-        if said or joint or run.n < 2 or not refused or not refused <= here:
+        used = {site for site, *_ in uses}  # empty if the structure was recalled
+        declared = self._options["batch_dim"] or self._options["layout"]
+        is_joint = len(run.layouts) != len(uses)
+        if declared or is_joint or run.n < 2 or not refused or not refused <= used:
             return
         refusals, layouts = self._attempt(forward, None)
         failed = {site for site, _ in refusals}
@@ -189,130 +195,120 @@ class SegmentExaminer:
         served = refused - failed
         if not failed and SHARED not in run.layouts and {site for site, _ in causes} == refused:
             self._routed[self._parameters.regime()] = True
-            served = here
+            served = used
         run.refusals = [(site, why) for site, why in causes if site not in served]
         run.layouts = [new if site in served else old
                        for (site, *_), old, new in zip(uses, run.layouts, layouts, strict=True)
                       ]  # fmt: skip
 
-    def _attempt(
-        self, forward: Forward, ids: Tensor | None
-    ) -> tuple[list[tuple[int, str]], list[int]]:
-        """Return what is refused, and each use's layout. Never fails the forward."""
+    def _attempt(self, forward: Forward, ids: Tensor | None) -> tuple[Refusals, list[int]]:
+        """Return the refusals, and each use's layout. An error is a refusal of the whole pass."""
         try:
             return self._examine(forward, ids)
         except Exception as error:
             return [(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))], []
 
-    def _examine(
-        self, forward: Forward, ids: Tensor | None
-    ) -> tuple[list[tuple[int, str]], list[int]]:
+    def _examine(self, forward: Forward, ids: Tensor | None) -> tuple[Refusals, list[int]]:
         run, n, uses = forward.run, forward.n, forward.uses
-        refusals: list[tuple[int, str]] = []
+        refusals: Refusals = []
         inputs = Inputs.of(ids, n)
         live = [t for t in forward.outputs if t.grad_fn is not None and t.is_floating_point()]
         heads = [(t, rows) for k, t in enumerate(live)
-                 if (rows := self._head(k, t, inputs)) is not None]  # fmt: skip
+                 if (rows := self._owners_of_output(k, t, inputs)) is not None]  # fmt: skip
         if uses and not heads:
             return [(-1, "segments_outputs")], []
-        of_heads = {
-            (t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == n)) for t, rows in heads
-        }
-        below, names, masks = owners_below(live, of_heads, n, inputs.grid)
-        if inputs.joined_by(masks):
+        ends = {(t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == n)) for t, rows in heads}
+        below, names, masks = owners_below(live, ends, n, inputs.grid)
+        if inputs.are_joined_by(masks):
             refusals.append((-1, cause("segments_mixed", shape=inputs.grid)))
         graph = _Owners(inputs, below, names)
         owned = [self._owners_of(graph, use) for use in uses]
         if ids is None:
-            owned = [one if self._both_ends_show(forward, graph, use, one) else None
+            owned = [one if self._is_shown(forward, graph, use, one) else None
                      for use, one in zip(uses, owned, strict=True)]  # fmt: skip
         keys = self._keys(forward, graph, owned)
         segments, layouts = self._layouts(forward, owned)
-        new = any(key is not None and not self._audit.knows(key) for key in keys)
+        is_new = any(key is not None and not self._audit.knows(key) for key in keys)
         proven = [True] * len(uses)
-        if new and (n > 1 or inputs.padded) and self._options["check"] != "off":
+        if is_new and (n > 1 or inputs.has_padding) and self._options["check"] != "off":
             proven = self._prove(forward, owned, heads, layouts)
         refusals += [(site, layout) for (site, *_), layout in zip(uses, layouts, strict=True)
                      if isinstance(layout, str)]  # fmt: skip
         run.segments = segments
-        if n > 1 and new and not self._audit.examiner.has_zeros(n):
-            pending = {key for key, shown in zip(keys, proven, strict=True) if key and shown}
-            self._audit.expect(list(pending), None, NO_VERDICT, run)
+        if n > 1 and is_new and not self._audit.examiner.has_zero_weights(n):
+            pending = {key for key, sure in zip(keys, proven, strict=True) if key and sure}
+            self._audit.cache_later(list(pending), None, NO_VERDICT, run)
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 
-    def _head(self, k: int, t: Tensor, inputs: Inputs) -> Tensor | None:
-        """Return owners of an output's leading rows, if they are the model's or one per sample."""
+    def _owners_of_output(self, k: int, t: Tensor, inputs: Inputs) -> Tensor | None:
+        """Return the owners of an output's leading rows: the model's input rows, or one row for
+        each sample. None if they are neither."""
         grid, n, count = inputs.grid, inputs.n, len(inputs.owners)
         shape, first = list(t.shape), t.shape[0] if t.dim() else 0
         by_row = first == count or (t.dim() >= len(grid) and shape[: len(grid)] == grid)
         if not by_row and first != n:
             return None
         each, rows = torch.arange(n, device=t.device), inputs.owners.to(t.device)
-        if by_row and first == n == count and not torch.equal(each, rows):
-            known = self._by_sample.get((k, t.dim()))  # as it was where sizes showed it
-            return None if known is None else each if known else rows
+        if by_row and first == n == count and not torch.equal(each, rows):  # sizes do not tell
+            by_sample = self._by_sample.get((k, t.dim()))
+            return None if by_sample is None else each if by_sample else rows
         self._by_sample[k, t.dim()] = not by_row
         return rows if by_row else each
 
-    def _leads(self, use: Any) -> list[int]:
-        """Return the dimensions that count a use's rows."""
-        site, sizes, *_ = use
-        return list(sizes[: self._sites[site].leads(len(sizes))])
-
     def _owners_of(self, graph: _Owners, use: Any) -> Owned | None:
-        """Return owners of a use's rows; None: nothing shows them."""
-        _, _, node, number = use
-        leads = self._leads(use)
+        """Return the owners of a use's rows; None if nothing shows them."""
+        site, sizes, node, number = use
         if node is None:
             return None
-        shown = graph.at(node, number, leads)
-        if shown is not None:
-            return shown
-        return self._as_inputs(graph, leads, node._input_metadata[number].device)
+        leads = list(sizes[: self._sites[site].leads(len(sizes))])
+        device = node._input_metadata[number].device
+        return graph.at(node, number, leads) or self._input_owners(graph, leads, device)
 
-    def _as_inputs(self, graph: _Owners, leads: list[int], device: torch.device) -> Owned | None:
-        """Return owners of the inputs of attention: rows of the model's inputs, in a shape that
-        nothing else has."""
+    def _input_owners(self, graph: _Owners, leads: list[int], device: torch.device) -> Owned | None:
+        """Return the owners of rows below attention: those of the model's inputs, if the sizes
+        cannot be those of other rows."""
         grid, rows = graph.inputs.grid, graph.inputs.owners
         by_ids = self._options["sample_ids"] is not None
         alone = len(grid) > 1 or not graph.names & MAPPING or (len(leads) > 1 and not by_ids)
-        turned = len(grid) == 2 and leads == grid[::-1] != grid  # sequences first
-        if not alone or (leads[: len(grid)] != grid and not turned):
+        sequence_first = len(grid) == 2 and leads == grid[::-1] != grid
+        if not alone or (leads[: len(grid)] != grid and not sequence_first):
             return None
-        rows = rows.view(grid).T.flatten() if turned else rows
+        rows = rows.view(grid).T.flatten() if sequence_first else rows
         rows = rows.to(device).repeat_interleave(prod(leads[len(grid) :]))
-        return Owned(rows, hash(("as given", turned)))
+        return Owned(rows, hash(("as given", sequence_first)))
 
-    def _both_ends_show(
-        self, forward: Forward, graph: _Owners, use: Any, owned: Owned | None
-    ) -> bool:
-        """Return whether indices alone show whose rows a use has, above it and below it."""
+    def _is_shown(self, forward: Forward, graph: _Owners, use: Any, owned: Owned | None) -> bool:
+        """Return True if indices alone show the owners of a use's rows, without sample_ids."""
         site, _, node, _ = use
         if owned is None or (site, node) in forward.trace.ends or self._layers[site].inside:
             return False
-        return _batch_first(owned, forward.n) or _from_inputs(graph.below, node, forward.n)
+        return _is_batch_first(owned, forward.n) or _is_from_inputs(graph.below, node, forward.n)
 
     def _keys(self, forward: Forward, graph: _Owners, owned: Sequence[Owned | None]) -> list[Any]:
-        """Return what the verdict on each use is cached under; None: it has no owners."""
-        inputs = graph.inputs
-        facts = frozenset(graph.names), inputs.within, inputs.padded, len(inputs.grid)
-        whole = self._parameters.regime(), *facts
-        return [None if one is None else ("segments", whole, site, one.path)
+        """Return the cache key of the verdict on each use; None for one without owners."""
+        names, inputs = frozenset(graph.names), graph.inputs
+        facts = inputs.has_shared_lines, inputs.has_padding, len(inputs.grid)
+        common = self._parameters.regime(), names, *facts
+        return [None if one is None else ("segments", common, site, one.path)
                 for (site, *_), one in zip(forward.uses, owned, strict=True)]  # fmt: skip
 
     def _layouts(
         self, forward: Forward, owned: Sequence[Owned | None]
     ) -> tuple[list[Any], list[int | str]]:
-        """Return the pass's segments, and for each use which of these are its own, or a cause."""
+        """Return the pass's segments, and for each use SEGMENTS + their place, or a cause."""
         flags = list({id(flag): flag for one in owned if one for flag in one.flags}.values())
         mixed = dict(zip(map(id, flags), _read(flags), strict=True))
         segments = list(forward.run.segments)  # and those of earlier forwards of the same samples
         places: dict[int, int] = {}
 
         def place_of(owners: Tensor) -> int:
-            """Return the place of these owners' segments: layers of one graph have the same."""
+            """Return the place of the segments with these owners; many layers have the same."""
             if id(owners) not in places:
-                same = (j for j, one in enumerate(segments) if _equal(one.owners, owners))
+                same = (
+                    j
+                    for j, one in enumerate(segments)
+                    if one.owners.shape == owners.shape and torch.equal(one.owners, owners)
+                )
                 places[id(owners)] = next(same, len(segments))
                 if places[id(owners)] == len(segments):
                     segments.append(segments_from(owners, forward.n))
@@ -338,58 +334,54 @@ class SegmentExaminer:
         heads: Sequence[tuple[Tensor, Tensor]],
         layouts: list[int | str],
     ) -> list[bool]:
-        """Compare owners with weighted backwards, and have `layouts` say what these show; return
-        which uses are proven."""
+        """Return for each use True if weighted backwards confirm its owners; else write the cause
+        into `layouts`."""
         run, uses = forward.run, forward.uses
         watched = [
             Watched(None if one is None else node, number, [len(one.owners)] if one else [1],
                     samples=None if one is None else one.owners)
             for (_, _, node, number), one in zip(uses, owned, strict=True)
         ]  # fmt: skip
-        unspent = self._audit.forwards.unspent
-        findings = Seeding(heads, watched, run.n + 1, unspent, not run.in_graph).prove()
+        keep_caches = self._audit.forwards.keep_caches
+        findings = Seeding(heads, watched, run.n + 1, keep_caches, not run.in_graph).prove()
         proven = []
         for k, (_, sizes, _, _) in enumerate(uses):
-            layout = None if findings is None else findings[k].layout
-            served = isinstance(layouts[k], int)
-            if served and findings is None:
+            layout = findings[k].layout if findings else None
+            is_served = isinstance(layouts[k], int)
+            if is_served and findings is None:
                 layouts[k] = "segments_unproven"
-            elif served and isinstance(layout, str):
+            elif is_served and isinstance(layout, str):
                 layouts[k] = cause("segments_mixed", shape=list(sizes))
-            elif served and layout == NOWHERE:
+            elif is_served and layout == NOWHERE:
                 layouts[k] = NOWHERE
-            proven.append(served and layout not in (None, NOWHERE) and not isinstance(layout, str))
+            proven.append(is_served and isinstance(layout, int) and layout != NOWHERE)
         return proven
 
 
-def _batch_first(owned: Owned, n: int) -> bool:
-    """Return whether rows are n*T+t."""
+def _is_batch_first(owned: Owned, n: int) -> bool:
+    """Return True if rows are n*T+t."""
     each, rest = divmod(len(owned.owners), n)
     rows = torch.arange(n, device=owned.owners.device).repeat_interleave(each)
     return not rest and torch.equal(owned.owners, rows)
 
 
-def _from_inputs(found: Mapping[Any, Owned], node: Any, n: int) -> bool:
-    """Return True if the rows of a use's input were taken from rows n*T+t, each sample's from its
-    own: else its input may be one sample's data for the loss of another."""
-    todo, seen = [*node.next_functions], {node}
-    for edge in todo:  # it grows
-        at = found.get(edge)
-        if edge[0] in seen or at is None:
+def _is_from_inputs(found: Mapping[Any, Owned], node: Any, n: int) -> bool:
+    """Return True if each row of a use's input was taken from rows n*T+t of its own sample: else
+    the use may compute on one sample's data for another sample's loss."""
+    todo, visited = [*node.next_functions], {node}
+    for edge in todo:  # grows as it goes
+        owned = found.get(edge)
+        if edge[0] in visited or owned is None:
             continue
-        seen.add(edge[0])
-        if any(_read(at.flags)):
+        visited.add(edge[0])
+        if any(_read(owned.flags)):
             return False
-        if _batch_first(at, n):
+        if _is_batch_first(owned, n):
             return True
         todo += edge[0].next_functions
     return False
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
-
-
 def _read(flags: Sequence[Tensor]) -> list[bool]:
-    """Return flags, read from their device at once."""
+    """Return the values of flags [], read from their device at once."""
     return [bool(one) for one in torch.stack(list(flags)).tolist()] if flags else []

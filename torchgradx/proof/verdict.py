@@ -1,12 +1,18 @@
-"""The verdict on a structure, kept by model and options for as long as the model lives."""
+"""The verdict on a structure, its cache, and the comparisons that confirm it.
+
+A cache of one model and its options lives as long as the model: a second probe proves nothing
+again. A layout is a constant of graph/layout.py; a refusal is (site, cause), site -1 for all.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import hypot
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..graph.routes import same_routes
@@ -14,82 +20,129 @@ from ..layers.modules import build_of
 from ..refusals import cause
 from ..shared.frontier import LiftPlan
 
+MAX_STRUCTURES = 4096  # keys of a cache: sizes that never repeat must not add up
+MAX_VERDICTS = 8  # of one key: paths through one structure
+COMPARED_ELEMENTS = 1 << 18  # of a gradient, cast to float64 at a time
 KEY_OPTIONS = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[Any, dict[str, dict[Any, Any]]]]] = (
-    weakref.WeakKeyDictionary()
-)
+_Cache = dict[str, dict[Any, Any]]  # by the part of a probe that fills it
+# By model: its build, and a cache for each choice of options.
+_caches: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
-def cache_of(model: nn.Module, options: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
-    """Return what was found of a model's structures under such options, while it is built so."""
+def cache_of(model: nn.Module, options: Mapping[str, Any]) -> _Cache:
+    """Return the model's cache for these options; empty again once the model is built otherwise."""
     build, choices = build_of(model), tuple(repr(options[choice]) for choice in KEY_OPTIONS)
-    if model not in _known or _known[model][0] != build:
-        _known[model] = build, {}
-    return _known[model][1].setdefault(choices, {})
+    if model not in _caches or _caches[model][0] != build:
+        _caches[model] = build, {}
+    return _caches[model][1].setdefault(choices, {})
 
 
 @dataclass
 class Verdict:
-    """The layouts that hold for a structure, and what is refused."""
+    """The layout of each use of a structure, and the refusals.
 
-    layouts: list[int]  # of each use
-    refusals: list[tuple[int, str]]  # (site, cause)
-    plan: LiftPlan | None = None  # for the uses of layout SHARED
-    complete: bool = True  # False: another forward must be looked at
-    sites: Sequence[int] = ()  # of each use
-    routes: Sequence[Any] = ()  # what its batch chose, see routes.py
-    sure: Sequence[bool] = ()  # of each use: no other layout has the same rows
-    # Versions of the parameters, where weights are all zeros, as of adapters that are yet to be
-    # trained: what is behind them does not show.
-    zeros: int | None = None
-    blind: bool = False  # some uses received zeros only, and no weights are: a dropped branch
-    looks: int = 1  # at either
-    patience: int = 1  # so many passes until the next one
+    A gradient of zeros shows no layout. A verdict that saw one expires after `patience` passes:
+    then weights that were zeros (an adapter's, say) may have been trained.
+    """
+
+    layouts: list[int]  # by use
+    refusals: list[tuple[int, str]]
+    plan: LiftPlan | None = None  # for the uses whose layout is SHARED
+    complete: bool = True  # False: not to be cached, another forward may show more
+    sites: Sequence[int] = ()  # by use
+    routes: Sequence[Any] = ()  # the row indices that the batch's values chose: graph/routes.py
+    sure: Sequence[bool] = ()  # by use: True if no other layout has the same rows
+    zeros_version: int | None = None  # total_version() when zeros were seen; None: none were
+    has_dropped_branch: bool = False  # zeros came from a branch left out, not from zero weights
+    examinations: int = 1  # of this structure, while it had zeros
+    patience: int = 1  # passes left until the next examination
 
     @property
-    def lasting(self) -> bool:
-        """Return whether passes of this structure need not be looked at."""
-        return not (self.plan or self.routes or self.zeros is not None)
+    def is_final(self) -> bool:
+        """Return True if other passes of this structure need no check at all."""
+        return not (self.plan or self.routes or self.zeros_version is not None)
 
-    def holds(self, tensors: Callable[[], list[Tensor]], chosen: Callable[[], list[Any]]) -> bool:
-        """Return whether another pass, whose batch chose so, would be shown no more than this."""
-        if self.zeros is not None:
-            now = total_version(tensors())
-            self.patience -= self.blind or now != self.zeros
+    def holds(self, tensors: Callable[[], list[Tensor]], routes: Callable[[], list[Any]]) -> bool:
+        """Return True if this verdict holds for another pass, whose batch chose `routes`. Count
+        `patience` down, for zero weights only where weights have changed."""
+        if self.zeros_version is not None:
+            version = total_version(tensors())
+            self.patience -= self.has_dropped_branch or version != self.zeros_version
             if self.patience <= 0:
                 return False
-            self.zeros = now
-        return not self.routes or same_routes(self.routes, chosen())
+            self.zeros_version = version
+        return not self.routes or same_routes(self.routes, routes())
+
+    def apply(self, run: Any) -> None:
+        """Give a pass these layouts and refusals."""
+        run.layouts = run.layouts + self.layouts
+        for site, reason in self.refusals:
+            run.refuse(site, reason)
+
+
+def store(cached: dict[Any, list[Verdict]], key: Any, verdict: Verdict) -> None:
+    """Cache a verdict, and drop the oldest beyond the limits."""
+    verdicts = cached.setdefault(key, [])
+    verdicts.append(verdict)
+    del verdicts[:-MAX_VERDICTS]
+    if len(cached) > MAX_STRUCTURES:
+        cached.pop(next(iter(cached)), None)
+
+
+def calls_of(key: Any, uses: Sequence[Any]) -> Any:
+    """Return the key of a structure's calls: the same for batches of any size."""
+    called = tuple((site, len(sizes), node is None) for site, sizes, node, _ in uses)
+    return called, *key[2:]  # less the structure and N, see Audit.key
 
 
 def total_version(tensors: Sequence[Tensor]) -> int:
+    """Return a number that grows whenever one of the tensors is written into."""
     return sum(p._version for p in tensors)
 
 
-def from_outside(run: Any) -> Verdict:
-    """Do the forwards of a pass of compiled graphs once more, without the compiler."""
-    shown: list[tuple[Verdict, list[Any]]] = []
+def verdict_of_compiled(run: Any) -> Verdict:
+    """Return the verdict on a pass of compiled graphs, by running its forwards uncompiled."""
+    examined: list[tuple[Verdict, list[Any]]] = []
     try:
         for forward in run.outside:
             first = forward()
-            shown.append(first if first[0].complete else forward())  # watched in the first
+            examined.append(first if first[0].complete else forward())  # the first was traced
     except Exception as error:  # no reason to end a training step
         return Verdict([], [(-1, cause("eager_failed", error=error))])
     sizes = [(site, list(sizes)) for site, sizes, *_ in run.uses()]
-    if [use for _, uses in shown for use in uses] != sizes:
+    if [use for _, uses in examined for use in uses] != sizes:
         return Verdict([], [(-1, "other_layers")])
-    verdicts = [verdict for verdict, _ in shown]
+    verdicts = [verdict for verdict, _ in examined]
     return Verdict(
-        [how for verdict in verdicts for how in verdict.layouts],
+        [layout for verdict in verdicts for layout in verdict.layouts],
         [refusal for verdict in verdicts for refusal in verdict.refusals],
         next((verdict.plan for verdict in verdicts if verdict.plan), None),
         all(verdict.complete for verdict in verdicts),
         [site for verdict in verdicts for site in verdict.sites],
-        [part for verdict in verdicts for part in verdict.routes],
+        [route for verdict in verdicts for route in verdict.routes],
     )
 
 
 def is_finite(run: Any) -> bool:
-    """Return False where a pass shows nothing: inf and nan agree with whatever was received."""
+    """Return True if all that a pass recorded is finite: inf and nan agree with any gradient."""
     waiting = [g for place in run.waiting() for _, _, g, _ in run.terms(place)]
     return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))
+
+
+def is_same_sum(gradient: Tensor, recorded: Tensor | None, rounding: float) -> bool:
+    """Return True if a gradient is the recorded sum [elements], within the rounding of its terms.
+    Where nothing was recorded (None), it must be zero."""
+    gradient = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+    if recorded is None or not bool(recorded.any()):
+        return not bool(gradient.any())
+    if recorded.dtype == gradient.dtype and torch.equal(gradient, recorded):
+        return True
+    difference = norm = 0.0
+    both = (t.split(COMPARED_ELEMENTS) for t in (gradient, recorded))
+    for part, other in zip(*both, strict=True):
+        part = part.double()
+        difference = hypot(difference, float((part - other.double()).norm()))
+        norm = hypot(norm, float(part.norm()))
+    # Not relative to the norm alone: a sum whose terms cancel is all rounding.
+    allowed = 64 * (rounding + torch.finfo(recorded.dtype).eps * norm)
+    return not difference > allowed  # inf and nan agree: a GradScaler reports them

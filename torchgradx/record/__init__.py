@@ -1,1 +1,1 @@
-"""Between a forward and the end of its backward: passes, and the record that they make."""
+"""The passes from a forward to its backward's end, their record, and what is read from it."""

@@ -1,14 +1,13 @@
-"""A backward that fails leaves nothing behind.
+"""The backwards under way, each of which leaves nothing in the record if it fails.
 
-What a backward adds to the record counts under its graph task's number. The engine gets a
-callback for the end; where it drops that uncalled, the backward was interrupted, and what it
-added is taken back at once. A backward inside of another (reentrant checkpoints) ends with it.
+What a backward adds is kept under its `task`, the engine's number for it, until it has ended. The
+engine calls an _End at the end; if it drops that uncalled, the backward failed, and what it added
+is taken back. A backward inside another one (reentrant checkpoints) ends with that.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,130 +17,120 @@ from ..hooks.engine import at_the_end
 
 
 class Backwards:
-    """Backwards under way that have reached passes of one probe."""
+    """The backwards under way that have reached passes of one probe."""
 
-    def __init__(
-        self,
-        recorder: Any,
-        over: Callable[[list[int], bool], None],
-        finished: Callable[[list[Any]], None],
-    ) -> None:
-        """finished: called within the outermost backward, when all else is done, with the passes
-        that it was the first to come to. over: called after each."""
-        self._recorder, self._over, self._finished = recorder, over, finished
-        self.open: dict[int, _Backward] = {}  # by graph task
+    def __init__(self, recorder: Any, over: Any, finished: Any) -> None:
+        """over: called after each backward with its tasks, and False if it failed. finished: called
+        last in the outermost backward, with the passes that no backward had reached before."""
+        self._recorder, self._over, self.finished = recorder, over, finished
+        self.open: dict[int, _Backward] = {}  # by task
 
     def reach(self, run: Any) -> None:
-        """Note that the backward that runs now reaches a pass; None: only its number is wanted."""
+        """Note that the current backward reaches a pass; None: only open the backward."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             return
-        backward = self._present(task)
-        if run is not None and not any(b.knows(run) for b in list(self.open.values())):
+        backward = self._get_or_open(task)
+        if run is not None and not any(b.has_reached(run) for b in list(self.open.values())):
             backward.add(run)
 
-    def _present(self, task: int) -> _Backward:
-        found = self.open.get(task)
-        if found is None:
-            found = self.open[task] = _Backward(task, self._ended, self._finished)
+    def _get_or_open(self, task: int) -> _Backward:
+        backward = self.open.get(task)
+        if backward is None:
+            backward = self.open[task] = _Backward(task, self)
             self._recorder.open(task)
-            at_the_end(_End(found))
-        return found
+            at_the_end(_End(backward))
+        return backward
 
     def sweep(self) -> None:
-        """End, outside of any backward, those that an exception's traceback keeps alive."""
+        """End, outside of any backward, failed ones that an exception's traceback keeps alive."""
         if self.open and torch._C._current_graph_task_id() == -1:
             for backward in list(self.open.values()):
                 if backward.thread == threading.get_ident():
                     backward.end()
 
-    def at_rest(self) -> bool:
-        """Return True if none runs, on this thread at all, or on others that reached a pass."""
+    def is_idle(self) -> bool:
+        """Return True if no backward runs on this thread, and none of ours on another."""
         return torch._C._current_graph_task_id() == -1 and not self.under_way()
 
     def under_way(self) -> bool:
-        """Return True if another thread runs one."""
+        """Return True if one of ours runs on another thread."""
         if not self.open or torch._C._current_graph_task_id() != -1:
             return False
-        return not all(backward.over for backward in list(self.open.values()))
+        return not all(backward.is_over for backward in list(self.open.values()))
 
-    def _ended(self, backward: _Backward) -> None:
+    def end(self, backward: _Backward) -> None:
+        """Add what a backward brought to the record, or to the backward around it; or undo it."""
         self.open.pop(backward.tasks[0], None)
-        if not backward.done:
+        if not backward.is_done:
             backward.undo()
             self._recorder.drop(backward.tasks)
-        self._over(backward.tasks, backward.done)
+        self._over(backward.tasks, backward.is_done)
         outer = torch._C._current_graph_task_id()
-        if backward.done and outer != -1:
-            self._present(outer).take(backward)
-        elif backward.done:
+        if backward.is_done and outer != -1:
+            self._get_or_open(outer).take(backward)
+        elif backward.is_done:
             self._recorder.merge(backward.tasks)
         elif outer != -1:
             self._recorder.refuse(-1, "inner_failed")
 
 
 class _Backward:
-    def __init__(
-        self,
-        task: int,
-        ended: Callable[[_Backward], None],
-        finished: Callable[[list[Any]], None],
-    ) -> None:
-        self.tasks = [task]  # and those inside of it, which have ended
-        self.begun: list[Any] = []  # passes
-        self.before: dict[Any, Any] = {}  # passes that others brought gradients, as they were then
+    def __init__(self, task: int, owner: Backwards) -> None:
+        self.tasks = [task]  # and those of backwards inside it that have ended
         self.thread = threading.get_ident()
-        self.done = self.over = False
-        self._calls, self._finished = 0, finished
-        self._end: Callable[[_Backward], None] | None = ended
+        self.is_done = self.is_over = False  # done: it did not fail
+        self._new_passes: list[Any] = []  # that no backward had reached before
+        self._states: dict[Any, Any] = {}  # of the other passes, before this backward
+        self._owner, self._has_ended = owner, False
 
-    def knows(self, run: Any) -> bool:
-        return run in self.begun or run in self.before
+    def has_reached(self, run: Any) -> bool:
+        return run in self._new_passes or run in self._states
 
     def add(self, run: Any) -> None:
         if run.recorded:
-            self.before[run] = run.state()
+            self._states[run] = run.state()
         else:
-            self.begun.append(run)
+            self._new_passes.append(run)
 
     def take(self, inner: _Backward) -> None:
+        """Take over what a backward inside this one has reached."""
         self.tasks += inner.tasks
-        self.begun += [run for run in inner.begun if not self.knows(run)]
-        self.before |= {run: s for run, s in inner.before.items() if not self.knows(run)}
+        self._new_passes += [run for run in inner._new_passes if not self.has_reached(run)]
+        self._states |= {run: s for run, s in inner._states.items() if not self.has_reached(run)}
 
     def undo(self) -> None:
-        for run in self.begun:
+        for run in self._new_passes:
             run.forget()
-        for run, state in self.before.items():
+        for run, state in self._states.items():
             run.restore(state)
 
     def end(self) -> None:
         """End it, once."""
-        end, self._end, self.over = self._end, None, True
-        if end is not None:
-            end(self)
+        self.is_over = True
+        if not self._has_ended:
+            self._has_ended = True
+            self._owner.end(self)
 
-    def called(self) -> bool:
-        """Return True if the engine is to call this once more, at the end."""
-        self._calls += 1
-        if self._calls < 4:  # after what is done at the end, and at the end of that: it may fail
-            return True
-        self.done = self.over = True
+    def finish(self) -> None:
+        self.is_done = self.is_over = True
         if torch._C._current_autograd_node() is None:  # no backward runs around this one
-            self._finished(self.begun)
-        return False
+            self._owner.finished(self._new_passes)
 
 
 class _End:
-    """Owned by the engine alone, which lets it go in the thread of the backward that ends."""
+    """Callback that the engine alone owns, and drops in the thread of the backward that ends."""
 
     def __init__(self, backward: _Backward) -> None:
-        self._backward = backward
+        self._backward, self._calls = backward, 0
 
     @untraced
     def __call__(self) -> None:
-        if self._backward.called():
+        self._calls += 1
+        if self._calls < 4:  # after what others do at the end, which may fail
             at_the_end(self)
+        else:
+            self._backward.finish()
 
     @untraced
     def __del__(self) -> None:

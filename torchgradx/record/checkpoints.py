@@ -1,8 +1,8 @@
-"""What a checkpoint runs again is recorded if it was when it ran first.
+"""Decides for each call of the model whether to record it.
 
-A probe that is asked in a forward notes its answer under the number of the graph node to be made
-next on that thread, and looks it up by the number of the node whose backward runs it again: by then
-it may have been removed or paused, or be paused no more.
+A call that a checkpoint runs again is answered as when it ran first. By then the probe may have
+been paused, resumed or removed. So each answer is noted with the number of the graph node that the
+thread makes next, and is found by the number of the node whose backward runs the call again.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from torch.utils import checkpoint
 from ..refusals import cause
 
 _C = torch._C._autograd
-MAX_CALLS = 1024  # calls under no_grad that are kept
+MAX_CALLS = 1024  # calls under no_grad that are remembered
 Reentrant: Any = checkpoint.CheckpointFunction._backward_cls
 
 
 class PassOptions(NamedTuple):
-    """What the user has said of a forward's samples."""
+    """The user's settings for the samples of a forward."""
 
-    joint: list[Any] | None = None  # the passes of the same ones
-    directed: Sequence[Tensor | None] = ()  # by place
+    joint: list[Any] | None = None  # the passes inside the same `with probe.same_samples()`
+    directed: Sequence[Tensor | None] = ()  # directions, by the parameter's place
 
 
 class Answer(NamedTuple):
-    """Of a call of the model, or of a module outside of it."""
+    """The answer to a call of the model, or of a module outside of it."""
 
-    serial: int = 0  # its place among those that are recorded
-    options: PassOptions = PassOptions()  # when it ran first
+    serial: int = 0  # number of the forward; 0: it is not recorded
+    options: PassOptions = PassOptions()  # as they were when it ran first
 
 
 NOT_RECORDED = Answer()
@@ -44,32 +44,29 @@ NOT_RECORDED = Answer()
 
 @dataclass
 class _Notes:
-    """Notes of one thread, in order."""
+    """The notes of one thread, in the order of its graph nodes."""
 
-    turns: list[tuple[int, bool]] = field(default_factory=list)  # from a node on: recorded or not
+    turns: list[tuple[int, bool]] = field(default_factory=list)  # from this node on: recorded?
     calls: list[tuple[int, Answer]] = field(default_factory=list)  # of the model, under no_grad
-    lost: int = -1  # the latest call that is kept no more
-    again: Any = None  # what runs again: a node of a backward
-    count: int = 0  # of its calls so far
+    lost: int = -1  # first node of the latest call that was dropped from `calls`
+    rerun: Any = None  # (task, node number) of the latest node that ran calls again
+    count: int = 0  # calls that it ran before this one
 
 
 class Frames:
-    """One probe's answers."""
+    """The answers of one probe."""
 
     def __init__(self, recorder: Any) -> None:
         self._recorder, self._born = recorder, recorder.next_node()
         self._notes: dict[int, _Notes] = {}  # by thread
 
     def answer(self, on: bool, now: Answer, outside: bool) -> Answer:
-        """Return the answer to a call of the model, or of a module `outside` of it.
-
-        What runs again is answered as when it ran first, all else by `now` if it is recorded.
-        """
+        """Return the answer to a call of the model, or of a module `outside` of it. now: the answer
+        if recording is `on`, and the call does not run again."""
         found = now if on else Answer(0, now.options)
         node = self._recorder.running_node()
         if node is not None:
-            thread, number = node
-            found = self._again(thread, number, on, now, outside)
+            found = self._answer_rerun(node, on, now, outside)
         notes, first = self.turn(bool(found.serial))
         if not outside and not torch.is_grad_enabled():  # perhaps in a reentrant checkpoint
             notes.calls.append((first, found))
@@ -78,45 +75,45 @@ class Frames:
         return found
 
     def turn(self, on: bool) -> tuple[_Notes, int]:
-        """Note whether this thread's forwards are recorded from its next node on."""
+        """Note if this thread's forwards are recorded from its next node on; return that node."""
         thread, number = self._recorder.next_node()
         notes = self._notes.setdefault(thread, _Notes())
         if not notes.turns or notes.turns[-1][1] != on:
             notes.turns = [*notes.turns[-MAX_CALLS:], (number, on)]
         return notes, number
 
-    def _again(self, thread: int, number: int, on: bool, now: Answer, outside: bool) -> Answer:
-        """Return the answer in the backward of a node: its thread, and its number there."""
-        notes, node = self._notes.setdefault(thread, _Notes()), torch._C._current_autograd_node()
+    def _answer_rerun(self, node: tuple[int, int], on: bool, now: Answer, outside: bool) -> Answer:
+        """Return the answer to a call in the backward of a node, (thread, number)."""
+        thread, number = node
+        notes, running = self._notes.setdefault(thread, _Notes()), torch._C._current_autograd_node()
         turn = bisect_right(notes.turns, number, key=itemgetter(0)) - 1
         recorded = turn >= 0 and notes.turns[turn][1]
         if thread == self._born[0] and number < self._born[1]:
             return NOT_RECORDED
-        if inside_checkpoint(
-            "_recomputation_hook"
-        ):  # only tensors to save come of the graph that it makes
+        if inside_checkpoint("_recomputation_hook"):  # which needs only the tensors that are saved
             return Answer(now.serial) if recorded else NOT_RECORDED
+        is_new = on and not isinstance(running, Reentrant)
         if outside:
-            return now if on and not isinstance(node, Reentrant) else NOT_RECORDED
-        if not isinstance(node, BackwardCFunction):
+            return now if is_new else NOT_RECORDED
+        if not isinstance(running, BackwardCFunction):
             return now if recorded else NOT_RECORDED
         task = torch._C._current_graph_task_id()
-        notes.count = notes.count + 1 if notes.again == (task, number) else 0
-        notes.again = task, number
+        notes.count = notes.count + 1 if notes.rerun == (task, number) else 0
+        notes.rerun = task, number
         if number < notes.lost:
             self._recorder.refuse(-1, cause("forgotten", many=MAX_CALLS))
             return NOT_RECORDED
         call = bisect_right(notes.calls, number, key=itemgetter(0)) + notes.count
-        if call >= len(notes.calls):  # it ran first when there was no probe, or is no checkpoint
-            return now if on and not isinstance(node, Reentrant) else NOT_RECORDED
+        if call >= len(notes.calls):  # it ran first before attach, or the node is no checkpoint
+            return now if is_new else NOT_RECORDED
         before, found = notes.calls[call]
-        if not _C._get_current_graph_task_keep_graph():  # never again: the options may go
+        if not _C._get_current_graph_task_keep_graph():  # it cannot run again: drop the options
             notes.calls[call] = before, Answer(found.serial)
         return found
 
 
 def inside_checkpoint(kind: str) -> bool:
-    """Return whether hooks of this kind of torch's checkpoints are in force on this thread."""
+    """Return True if saved-tensor hooks of this kind of a checkpoint are active on this thread."""
     found: list[Any] = []
     try:
         while (hooks := _C._top_saved_tensors_default_hooks(True)) is not None:

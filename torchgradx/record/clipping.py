@@ -1,9 +1,9 @@
-"""Clipping by sample, without a second backward: what a pass computed its norms from is kept, and
-the parameters' gradients are made from it, each sample's share times its factor.
+"""Clipping by sample without a second backward.
 
-With weight gradients they take the place of those that backward left: whatever else .grad holds,
-from before the record or from backwards of other losses, stays. DeferredTape (weight_grad=False),
-backward left none: the sums are added to .grad, and nothing in it needs watching.
+The tape keeps the operands that each use's norms were computed from. The clipped gradients are
+computed from these: the sum over the samples, each times its factor. They replace what the record's
+backwards left in .grad; what .grad holds besides, from before the record or from other losses,
+stays. With weight_grad=False, where backward leaves nothing, they are added to .grad.
 """
 
 from __future__ import annotations
@@ -22,125 +22,123 @@ from ..hooks.listening import drop_empty_tables, has_user_hooks
 from ..layers.table import Parameters
 from ..refusals import RefusedError, refused_all
 from ..sharding import data_parallel, is_sharded, mean_over
-from .factors import ClipGroup
+from .factors import ClipGroup, report_overflow
+
+MAX_WAITING = 64  # sums that wait for a copy: their memory must not add up
 
 
 class Sum(NamedTuple):
-    """A parameter's weighted gradients, of one use."""
+    """A parameter's clipped gradient from one use: `value` times `scale`."""
 
     place: int
-    made: Tensor
-    scale: float  # to be multiplied by
+    value: Tensor
+    scale: float
 
 
 class ClipTape:
-    """What the passes of a record keep, and what .grad holds besides."""
+    """The uses of a record's passes, and what .grad holds besides their gradients."""
 
     def __init__(self, recorder: Any, parameters: Parameters, loss_scale: Any) -> None:
         self._recorder, self._parameters, self._loss_scale = recorder, parameters, loss_scale
-        self._kept: deque[tuple[Any, Any, list[int]]] = deque()  # (pass, use, its parameters)
-        self._tensors: list[Tensor] = []  # the table, while it is clipped
-        self._others: dict[int, Tensor] = {}  # by place
-        self._versions: list[int] = []  # of the parameters, when the record began
-        self._hooks: dict[int, tuple[Tensor, Any]] = {}  # by place, and our hook
-        self._marks: dict[int, tuple[int, int]] = {}  # .grad as backwards left it, by place
-        self._samples: dict[int, Tensor] = {}  # of .grad then, where a scaler is to unscale it
-        self._idle: set[int] = set()  # places that no gradient came to
-        self._torn = False  # .grad changed between passes of a record
-        self.closed = False  # clipped already
+        self._uses: deque[tuple[Any, Any, list[int]]] = deque()  # (pass, use, its parameters)
+        self._tensors: list[Tensor] = []  # by place, while clipping
+        self._others: dict[int, Tensor] = {}  # by place: .grad without the record's part
+        self._versions: list[int] = []  # of the parameters when the record began
+        self._hooks: dict[int, tuple[Tensor, Any]] = {}  # by place: the parameter, and a handle
+        self._marks: dict[int, tuple[int, int]] = {}  # by place: _mark of .grad after a backward
+        self._elements: dict[int, Tensor] = {}  # by place: some of .grad's then, under a GradScaler
+        self._idle: set[int] = set()  # places that received no gradient
+        self._is_torn = False  # .grad changed between the passes of a record
+        self.closed = False  # the record is clipped already
         self._ddp: Callable[[], Any] = lambda: None
 
     def within(self, module: nn.Module) -> None:
-        """Note the model whose forward begins."""
+        """Note the DistributedDataParallel around the model whose forward begins."""
         ddp = data_parallel(module)
         if ddp is not None:
             self._ddp = weakref.ref(ddp)
 
     def close(self, runs: Iterable[Any]) -> None:
+        """Remove all hooks, and drop what the tape and these passes keep."""
         self._recorder.books = False
         for run in runs:
             run.take_booked()
-        where = [p for p, _ in self._hooks.values()]
-        for place in list(self._hooks):
-            self._stop_listening(place)
-        drop_empty_tables(where)
+        for _, hook in self._hooks.values():
+            hook.remove()
+        drop_empty_tables([p for p, _ in self._hooks.values()])
+        self._hooks = {}
         self.clear()
 
     def clear(self) -> None:
         """Drop what is kept: the record ends."""
-        self._kept.clear()
-        self._others, self._versions, self._marks, self._samples = {}, [], {}, {}
-        self._torn = self.closed = False
+        self._uses.clear()
+        self._others, self._versions, self._marks, self._elements = {}, [], {}, {}
+        self._is_torn = self.closed = False
 
     def begin(self, first: bool) -> None:
-        """Begin a pass, none of whose gradients has been added to .grad yet."""
+        """Begin a pass before its gradients reach .grad. first: of the record."""
         if not self._recorder.books:
             return
         tensors = self._parameters.tensors()
         if not first:
-            self._torn = self.disturbed
+            self._is_torn = self.disturbed
             return
         self.clear()
         for place, p in enumerate(tensors):
             if p.requires_grad and p.is_leaf and self._hooks.get(place, (None,))[0] is not p:
-                self._listen(place, p)
+                if place in self._hooks:  # on another tensor
+                    self._hooks[place][1].remove()
+                hook = p.register_post_accumulate_grad_hook(partial(self._accumulated, place))
+                self._hooks[place] = p, hook
         self._versions = [p._version for p in tensors]
         self._others = {k: p.grad.clone() for k, p in enumerate(tensors) if p.grad is not None}
 
-    def _listen(self, place: int, p: Tensor) -> None:
-        """Listen at a parameter, also where another one was before."""
-        self._stop_listening(place)
-        after = partial(self._accumulated, place)
-        self._hooks[place] = p, p.register_post_accumulate_grad_hook(after)
-
-    def _stop_listening(self, place: int) -> None:
-        if place in self._hooks:
-            self._hooks.pop(place)[1].remove()
-
     @untraced
     def _accumulated(self, place: int, p: Tensor) -> None:
+        """Mark .grad as a backward of the record leaves it."""
         if self._versions and p.grad is not None:
             self._marks[place] = _mark(p.grad)
             if isinstance(self._loss_scale, torch.amp.GradScaler):
-                self._samples[place] = _sample(p.grad)
+                self._elements[place] = _some_elements(p.grad)
 
     def _changed(self, places: Iterable[int], tensors: Sequence[Tensor]) -> Iterator[int]:
-        """Yield those whose .grad is not as a backward left it (DDP averages it: it is gone)."""
-        averaged = self._ddp() is not None
+        """Yield the places whose .grad is gone or changed since backward. DDP averages .grad: then
+        a change does not show."""
+        averages = self._ddp() is not None
         for place in places:
             grad = tensors[place].grad
-            if grad is None or (not averaged and _mark(grad) != self._marks.get(place)):
+            if grad is None or (not averages and _mark(grad) != self._marks.get(place)):
                 yield place
 
     @property
     def disturbed(self) -> bool:
         """Return True if anything but this record's backwards has changed .grad."""
         changed = self._changed(self._marks, self._parameters.tensors())
-        return self._torn or next(changed, None) is not None
+        return self._is_torn or next(changed, None) is not None
 
     def _is_scaled(self, place: int) -> bool:
-        """Return True if .grad has the values that backward left: unscale_ shows in no version."""
-        before, grad = self._samples.get(place), self._tensors[place].grad
+        """Return True if .grad has the values that backward left: unscale_ changes no version."""
+        before, grad = self._elements.get(place), self._tensors[place].grad
         if before is None or grad is None:
             return False
-        return bool(before.any()) and torch.equal(_sample(grad), before)
+        return bool(before.any()) and torch.equal(_some_elements(grad), before)
 
     def undo(self, alone: bool) -> None:
-        """Note that backwards failed; alone: the record holds nothing else."""
+        """Note that a backward failed. alone: the record holds nothing else."""
         if alone:
             self.clear()
         elif self._recorder.books:
-            self._torn = True  # of their gradients a part is there
+            self._is_torn = True  # a part of its gradients is in .grad
 
     def add_other(self, place: int, gradient: Tensor) -> None:
-        """Keep a gradient of a backward that reached no pass."""
+        """Add a gradient of a backward that reached no pass to what .grad holds besides."""
         if self._versions and not self.closed:
             before = self._others.get(place)
             gradient = gradient.detach()
             self._others[place] = gradient.clone() if before is None else before + gradient
 
     def check(self, unscaled: float, runs: Sequence[Any]) -> None:
-        """Raise where nothing can be clipped, before anything is touched."""
+        """Raise where the record cannot be clipped, before any .grad is changed."""
         if not self._recorder.books:
             raise RuntimeError(
                 "clip_grad_norm_ needs what the backward had in its hands: attach(..., clip=True)"
@@ -152,97 +150,94 @@ class ClipTape:
         tensors = self._tensors = self._parameters.tensors()
         if is_sharded(tensors):
             self._refuse("clip_sharded", (k for k, p in enumerate(tensors) if is_sharded([p])))
-        self._kept.extend((run, use, use.parameters) for run in runs for use in run.take_booked())
-        kept = {place for _, _, places in self._kept for place in places}
-        self._idle = {place for place in self._unsure(kept) if _nothing_came(place, runs)}
-        kept -= self._idle
-        stale = (k for k in kept if tensors[k]._version != self._versions[k])
+        self._uses.extend((run, use, use.parameters) for run in runs for use in run.take_booked())
+        used = {place for _, _, places in self._uses for place in places}
+        self._idle = {place for place in self._maybe_idle(used) if _is_idle(place, runs)}
+        used -= self._idle
+        stale = (k for k in used if tensors[k]._version != self._versions[k])
         self._refuse("clip_weights", stale)
-        self._refuse("clip_hooks", (k for k in kept if _hooked(tensors[k])))
-        torn = (k for _, use, places in self._kept if not use.intact for k in places)
-        self._refuse("clip_inputs", torn)
-        self._check_grads(kept, unscaled)
+        self._refuse("clip_hooks", (k for k in used if _is_hooked(tensors[k])))
+        overwritten = (k for _, use, places in self._uses if not use.intact for k in places)
+        self._refuse("clip_inputs", overwritten)
+        self._check_grads(used, unscaled)
 
-    def _unsure(self, kept: set[int]) -> set[int]:
-        """Return places of uses that may have got no gradient."""
-        return kept - self._marks.keys()
+    def _maybe_idle(self, used: set[int]) -> set[int]:
+        """Return places that may have received no gradient, though a use of them is kept."""
+        return used - self._marks.keys()
 
-    def _check_grads(self, kept: set[int], unscaled: float) -> None:
+    def _check_grads(self, used: set[int], unscaled: float) -> None:
         tensors = self._tensors
-        self._refuse("clip_between", kept if self._torn else ())
-        missing = (k for k in kept if tensors[k].grad is None or k not in self._marks)
+        self._refuse("clip_between", used if self._is_torn else ())
+        missing = (k for k in used if tensors[k].grad is None or k not in self._marks)
         self._refuse("clip_missing", missing)
-        scaled = (k for k in kept if unscaled != 1 and self._is_scaled(k))
+        scaled = (k for k in used if unscaled != 1 and self._is_scaled(k))
         self._refuse("clip_scaled", scaled)
-        self._refuse("clip_changed", self._changed(kept, tensors))
+        self._refuse("clip_changed", self._changed(used, tensors))
 
     def _refuse(self, why: str, places: Iterable[int]) -> None:
+        """Raise CoverageError for these places, if there are any."""
         names = [self._parameters.names[place] for place in sorted(set(places))]
         if names:
             raise refused_all(why, names)
 
-    def clip(self, runs: Sequence[Any], groups: Sequence[ClipGroup], unscaled: float) -> None:
-        """Put the weighted sums into .grad.
-
-        runs: the passes, in the order of the groups' factors. unscaled: what .grad was multiplied
-        by since the backward.
-        """
+    def clip(self, runs: Sequence[Any], groups: list[ClipGroup], unscaled: float) -> None:
+        """Put the clipped gradients into .grad. runs: the passes, in the order of the groups'
+        factors. unscaled: what a GradScaler has multiplied .grad by since the backward."""
         ddp = self._ddp() if groups else None
         # Processes that share their gradients do the same, whatever their samples are.
         clipped = [group for group in groups if ddp is not None or group.clips]
-        summed: set[int] = set()
+        written: set[int] = set()
         for found in self._sums(runs, clipped, unscaled):
             place = found.place
-            before = self._besides(place, unscaled) if place in self._others else None
-            _put(self._tensors[place], found, before, place in summed, ddp is None)
-            summed.add(place)
+            other = self._other(place, unscaled)
+            _put(self._tensors[place], found, other, place in written, ddp is None)
+            written.add(place)
         self.closed = True
         if ddp is not None:
-            self._average(ddp, summed, unscaled)
+            self._average(ddp, written, unscaled)
 
-    def _sums(
-        self, runs: Sequence[Any], groups: Sequence[ClipGroup], unscaled: float
-    ) -> Iterator[Sum]:
-        """Yield the sums of each kept use, and drop it."""
+    def _sums(self, runs: Sequence[Any], groups: list[ClipGroup], unscaled: float) -> Iterator[Sum]:
+        """Yield the clipped gradients of each use, and drop the use."""
         numbers, tensors = {id(run): k for k, run in enumerate(runs)}, self._tensors
         live = ((g, place) for g in groups for place in g.places if place not in self._idle)
         group_of = {place: group for group, place in live}
 
-        def of(run: Any, use: Any, parameters: Sequence[int]) -> Iterator[Sum]:
-            shares: dict[ClipGroup, list[int]] = {}
+        def sums_of(run: Any, use: Any, parameters: Sequence[int]) -> Iterator[Sum]:
+            by_group: dict[ClipGroup, list[int]] = {}
             for place in parameters:
                 if place in group_of:
-                    shares.setdefault(group_of[place], []).append(place)
-            for group, places in shares.items():
+                    by_group.setdefault(group_of[place], []).append(place)
+            for group, places in by_group.items():
                 factors, scale = group.factors(numbers[id(run)], tensors[places[0]], unscaled)
                 try:
                     weighted = use.weighted(factors, places)
                 except RefusedError as error:
                     self._refuse(error.cause, places)
-                for place, made in zip(places, weighted, strict=True):
-                    yield Sum(place, made, scale)
+                for place, value in zip(places, weighted, strict=True):
+                    yield Sum(place, value, scale)
 
-        again = [entry for entry in self._kept if entry[1].runs_again]
-        yield from [found for entry in again for found in of(*entry)]  # one may fail
-        for entry in again:
-            self._kept.remove(entry)
-        while self._kept:
-            yield from of(*self._kept.popleft())
+        rerun = [entry for entry in self._uses if entry[1].runs_again]
+        yield from [found for entry in rerun for found in sums_of(*entry)]  # first: one may fail
+        for entry in rerun:
+            self._uses.remove(entry)
+        while self._uses:
+            yield from sums_of(*self._uses.popleft())
 
-    def _besides(self, place: int, unscaled: float) -> Tensor | None:
-        has_user_hooks = self._others.get(place)
-        return None if has_user_hooks is None else has_user_hooks * unscaled
+    def _other(self, place: int, unscaled: float) -> Tensor | None:
+        other = self._others.get(place)
+        return None if other is None else other * unscaled
 
-    def _average(self, ddp: Any, summed: set[int], unscaled: float) -> None:
+    def _average(self, ddp: Any, written: set[int], unscaled: float) -> None:
+        """Average .grad over the processes, each with its own samples."""
         grads = {k: p.grad for k, p in enumerate(self._tensors) if p.grad is not None}
-        for place in grads.keys() - summed:  # others' samples came to it
-            before = self._besides(place, unscaled)
-            grads[place].copy_(torch.zeros(()) if before is None else before)
+        for place in grads.keys() - written:  # only other processes' samples reached it
+            other = self._other(place, unscaled)
+            grads[place].copy_(torch.zeros(()) if other is None else other)
         mean_over(ddp, list(grads.values()))
 
 
-def _nothing_came(place: int, runs: Sequence[Any]) -> bool:
-    """Return True if no gradient came to a parameter: its module did not use it."""
+def _is_idle(place: int, runs: Sequence[Any]) -> bool:
+    """Return True if no gradient reached a parameter: its module did not use it."""
     waiting = [g for run in runs for _, _, g, _ in run.terms(place)]
     return not any(bool(t.any()) for t in (*(run.total([place]) for run in runs), *waiting))
 
@@ -252,44 +247,129 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _mark(grad: Tensor) -> tuple[int, int]:
+    """Return what differs once a gradient was exchanged or written into."""
     return _values(grad).data_ptr(), grad._version
 
 
-def _sample(grad: Tensor) -> Tensor:
+def _some_elements(grad: Tensor) -> Tensor:
+    """Return a copy of at least 64 elements, spread over a gradient, or of all of a smaller one."""
     values = _values(grad).flatten()
     return values[:: max(1, len(values) // 64)].clone()
 
 
-def _hooked(p: Tensor) -> bool:
-    """Return True if it has hooks of the user's."""
+def _is_hooked(p: Tensor) -> bool:
+    """Return True if the user has hooks on a parameter."""
     return has_user_hooks(p._backward_hooks) or has_user_hooks(p._post_accumulate_grad_hooks)
 
 
-def detached_dense(made: Tensor) -> Tensor:
-    """Return a sum as a strided tensor without a graph."""
-    made = made.to_dense() if made.is_sparse else made
-    return made.detach() if made.requires_grad else made
+def detached_dense(value: Tensor) -> Tensor:
+    """Return a tensor as a strided one without a graph."""
+    value = value.to_dense() if value.is_sparse else value
+    return value.detach() if value.requires_grad else value
 
 
-def _put(p: Tensor, found: Sum, before: Tensor | None, add: bool, alone: bool) -> None:
-    """Add to .grad, or write it; `alone`: its memory may be exchanged."""
-    grad, made, scale = p.grad, detached_dense(found.made), found.scale
-    made = made if made.shape == p.shape else made.reshape(p.shape)
+def _put(p: Tensor, found: Sum, other: Tensor | None, adds: bool, may_swap: bool) -> None:
+    """Set .grad to a sum and what it holds besides; adds: add the sum to what is there. may_swap:
+    .grad may take the sum's memory in place of a copy."""
+    grad, value, scale = p.grad, detached_dense(found.value), found.scale
+    value = value if value.shape == p.shape else value.reshape(p.shape)
     assert grad is not None
     if grad.is_sparse:
-        total = made.mul(scale) if before is None else before.to_dense() + made.mul(scale)
-        p.grad = (grad.to_dense() + made.mul(scale) if add else total).to_sparse(1)
-    elif add:
-        grad.add_(made, alpha=scale)
-    elif before is not None:
-        grad.copy_(before.to_dense()).add_(made, alpha=scale)
-    elif alone and scale == 1 and _takes(grad, made):
-        grad.data = made
+        before = grad if adds else other
+        total = value.mul(scale) if before is None else before.to_dense() + value.mul(scale)
+        p.grad = total.to_sparse(1)
+    elif adds:
+        grad.add_(value, alpha=scale)
+    elif other is not None:
+        grad.copy_(other.to_dense()).add_(value, alpha=scale)
+    elif may_swap and scale == 1 and _can_swap(grad, value):
+        grad.data = value
     else:
-        grad.copy_(made if scale == 1 else made * scale)
+        grad.copy_(value if scale == 1 else value * scale)
 
 
-def _takes(grad: Tensor, made: Tensor) -> bool:
+def _can_swap(grad: Tensor, value: Tensor) -> bool:
     """Return True if .grad can take another's memory: its own is no part of a larger one."""
-    whole = grad.untyped_storage().nbytes() == grad.nbytes
-    return whole and (grad.dtype, grad.stride()) == (made.dtype, made.stride())
+    is_whole = grad.untyped_storage().nbytes() == grad.nbytes
+    return is_whole and (grad.dtype, grad.stride()) == (value.dtype, value.stride())
+
+
+class DeferredTape(ClipTape):
+    """The tape of deferred clipping, attach(clip=True, weight_grad=False): backward changes no
+    .grad, so nothing is watched. Each use takes one weight-gradient product, not two."""
+
+    disturbed = False
+
+    def begin(self, first: bool) -> None:
+        if self._recorder.books and first:
+            self.clear()
+            self._versions = [p._version for p in self._parameters.tensors()]
+
+    def _maybe_idle(self, used: set[int]) -> set[int]:
+        return {place for _, use, places in self._uses if use.runs_again for place in places}
+
+    def _check_grads(self, used: set[int], unscaled: float) -> None:
+        pass
+
+    def clip(self, runs: Sequence[Any], groups: list[ClipGroup], unscaled: float) -> None:
+        """Add the clipped gradients to .grad; under DistributedDataParallel, their mean."""
+        tensors, ddp = self._tensors, self._ddp()
+        sums: Iterable[Sum] = self._sums(runs, groups, unscaled)
+        if ddp is not None:
+            sums = _averaged(ddp, tensors, sums)
+        written, waiting = set(), dict[int, Tensor]()
+        try:
+            for found in sums:
+                if found.place in waiting or len(waiting) == MAX_WAITING:
+                    _copy(tensors, waiting)
+                value = _add(tensors[found.place], found)
+                if value is not None:
+                    waiting[found.place] = value
+                written.add(found.place)
+        finally:
+            _copy(tensors, waiting)
+        self.closed = True
+        if isinstance(self._loss_scale, torch.amp.GradScaler):
+            grads = (tensors[place].grad for place in written)
+            report_overflow(self._loss_scale, [g for g in grads if g is not None])
+
+
+def _copy(tensors: Sequence[Tensor], waiting: dict[int, Tensor]) -> None:
+    """Copy the waiting sums into .grad, on a GPU in one launch."""
+    grads = [g for place in waiting if (g := tensors[place].grad) is not None]
+    if grads:
+        torch._foreach_copy_(grads, list(waiting.values()))
+    waiting.clear()
+
+
+def _add(p: Tensor, found: Sum) -> Tensor | None:
+    """Add a sum to .grad. Return it if it must be copied into a new .grad of other strides."""
+    grad, value, scale = p.grad, found.value, found.scale
+    if grad is None and value.is_sparse:
+        p.grad = value * scale
+    elif grad is None:
+        value = value.detach() if value.requires_grad else value
+        value = value if value.shape == p.shape else value.reshape(p.shape)
+        value = value if scale == 1 else value * scale
+        is_alike = value.dtype == p.dtype and value.stride() == p.stride()
+        p.grad = value if is_alike else torch.empty_like(p)
+        return None if is_alike else value
+    elif grad.is_sparse:
+        value = value if value.is_sparse else value.reshape(p.shape).to_sparse(1)
+        p.grad = grad + value * scale
+    else:
+        grad.add_(detached_dense(value).reshape(p.shape), alpha=scale)
+    return None
+
+
+def _averaged(ddp: Any, tensors: Sequence[Tensor], sums: Iterable[Sum]) -> list[Sum]:
+    """Return the means over the processes for each parameter that any of them has a sum of."""
+    live = [place for place, p in enumerate(tensors) if p.requires_grad]
+    parts = {place: torch.zeros_like(tensors[place]) for place in live}
+    has = parts[live[0]].new_zeros(len(tensors))
+    for place, value, scale in sums:
+        parts[place].add_(detached_dense(value).reshape(parts[place].shape), alpha=scale)
+        has[place] = 1
+    mean_over(ddp, [has, *parts.values()])  # of all parameters: each process must send the same
+    present = has.tolist()
+    return [Sum(place, part, 1.0) for place, part in parts.items() if present[place]]

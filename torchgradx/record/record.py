@@ -1,4 +1,8 @@
-"""The record: the passes whose backward has come since the last read, and the norms they hold."""
+"""The record: the passes that backward has reached since the last read, and what is read from it.
+
+A read gives [N1 + N2 + ...], the samples of all passes in the order of their forwards. A pass is
+called `run`, a parameter's index in the table `place`. Squared norms are summed in float64.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +20,45 @@ from ..options import Scale, check_scale, takes_call
 from ..refusals import SECTIONS, refused_all
 from ..sites.site import ProbeParts
 from .checkpoints import NOT_RECORDED, Answer, Frames, PassOptions
-from .clipping import ClipTape
-from .deferred import DeferredTape
+from .clipping import ClipTape, DeferredTape
 from .factors import ClipGroup, factors_of, is_unscaled, unscaled_by
-from .norms import combine, combine_segments
+from .norms import Term, combine, combine_segments
 
 if ops.NATIVE:
     from .. import _C
 
-MAX_SCALES = 1024  # scales of a loss: those of forwards without a backward must not add up
+MAX_SCALES = 1024  # loss scales that are remembered: forwards without a backward must not add up
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 CPU = torch.device("cpu")
+_Norms = Tensor | dict[str, Tensor]  # one Tensor for per="model", else by group
 
 
 class Record:
+    """The record of one probe."""
+
     def __init__(self, shared: ProbeParts) -> None:
         self._recorder, self._parameters, self._layers, self._options, *_ = shared
         scale = shared.options["loss_scale"]
         tape = ClipTape if shared.options["weight_grad"] else DeferredTape
         self.tape = tape(shared.recorder, shared.parameters, scale)
         self.frames = Frames(shared.recorder)
-        self._serial = 0  # of forwards
-        # What the user said that losses are scaled by, each from one forward on, in order.
-        self._asked: Callable[..., Scale] | None = scale if callable(scale) else None
+        self._serial = 0  # of the latest forward
+        self._scale_function: Callable[..., Scale] | None = scale if callable(scale) else None
+        # (serial of the first forward that it holds for, loss scale), in order.
         self._scales: list[tuple[int, Any]] = [(0, 1.0 if callable(scale) else scale)]
-        self._read = False
-        self.fates: set[str] = set()  # keys of what became of forwards, while nothing is recorded
-        self._entry = threading.RLock()
-        self._compares = False  # .grad with the samples' own gradients: somebody asked for it
-        self._there: list[Tensor] = []  # how large .grad was before the record's first gradient
-        self.mismatched: set[tuple[int, int]] = set()  # backwards, parameters that received else
-        self.refused: dict[int, str] = {}  # by parameter: a sample alone has another norm
-        self.runs: list[tuple[Any, float | Tensor]] = []  # with the loss scale in force at each
+        self._is_read = False  # the next backward begins a new record
+        self.fates: set[str] = set()  # keys of what became of forwards: why nothing is recorded
+        self._lock = threading.RLock()
+        self._needs_clean_grads = False  # .grad is compared with the norms: see gradients()
+        self._grads_before: list[Tensor] = []  # largest elements of .grad before the first backward
+        self.mismatched: set[tuple[int, int]] = set()  # (task, place): .grad is not the sum
+        self.refused: dict[int, str] = {}  # cause by place: a sample alone has another norm
+        self.runs: list[tuple[Any, Scale]] = []  # passes, each with its loss scale
 
     def takes(
         self, on: bool, options: PassOptions = NOT_RECORDED.options, outside: bool = False
     ) -> Answer:
-        """Return a forward's number (0: record nothing) and what was said of its samples."""
+        """Return a forward's serial number (0: do not record it) and its options."""
         if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
             self.fates.add("traced")
             return NOT_RECORDED
@@ -67,23 +73,24 @@ class Record:
         return found if torch.is_grad_enabled() else NOT_RECORDED
 
     def unreal(self) -> bool:
-        """Return True if tensors are fake or on meta, and so have no values."""
+        """Return True if tensors have no values: they are fake, or on the meta device."""
         if torch._C._get_dispatch_mode(FAKE) is not None:
             return True
         return bool(self._parameters.names) and self._parameters.tensor(0).is_meta
 
     def next(self) -> int:
+        """Return a new serial number."""
         self._serial += 1
         return self._serial
 
     def begin(self, run: Any) -> None:
-        """Take a pass into the record, at its first gradient."""
-        with self._entry:  # threads begin a new record once
-            if self._read:
+        """Take a pass into the record at its first gradient."""
+        with self._lock:  # two threads must not both begin a new record
+            if self._is_read:
                 self.clear()
             self.tape.begin(first=not self.runs)
-            if self._compares and not self.runs:
-                self._there = self._sizes_of_grads(run.trainable)
+            if self._needs_clean_grads and not self.runs:
+                self._grads_before = self._largest_elements(run.trainable)
             scale = self._scale_of(run.serial)
             if run.serial and any(other.serial == run.serial for other, _ in self.runs):
                 self._recorder.refuse(-1, "run_twice")
@@ -93,11 +100,9 @@ class Record:
                 self._recorder.refuse(site, reason)
 
     def come_again(self, run: Any) -> None:
-        """Note another backward of a pass in the record: it adds to it, as it does to .grad.
-
-        What was read and then zeroed in .grad is of the record before.
-        """
-        if not (self._read and self._options["weight_grad"]):
+        """Begin a new record if this pass of a record that was read gets another backward, and its
+        .grad was zeroed since; else the backward adds to the record, as it does to .grad."""
+        if not (self._is_read and self._options["weight_grad"]):
             return
         grads = (p.grad for p in map(self._parameters.tensor, run.trainable))
         if not any(bool(g.norm()) for g in grads if g is not None):
@@ -105,24 +110,24 @@ class Record:
 
     @property
     def scale(self) -> Any:
-        """Return what losses are scaled by in the passes to come, as the user said it."""
-        return self._scales[-1][1] if self._asked is None else self._asked
+        """Return the loss scale of the passes to come, as the user gave it."""
+        return self._scales[-1][1] if self._scale_function is None else self._scale_function
 
     @scale.setter
     def scale(self, scale: Any) -> None:
-        self._asked = scale if callable(scale) else None
-        if self._asked is None:
+        self._scale_function = scale if callable(scale) else None
+        if self._scale_function is None:
             self._scale_from(self._serial + 1, scale)
 
     def ask_scale(self, run: Any, *call: Any) -> None:
-        """Call the user's loss_scale for a pass, with its (args, kwargs) where they are known."""
-        if self._asked is None:
+        """Call the user's loss_scale for a pass. call: its args and kwargs; none if unknown."""
+        if self._scale_function is None:
             return
-        wants = takes_call(self._asked)
-        if wants and not call:
+        takes_arguments = takes_call(self._scale_function)
+        if takes_arguments and not call:
             run.refuse(-1, "scale_in_graph")
             return
-        scale = self._asked(*call) if wants else self._asked()
+        scale = self._scale_function(*call) if takes_arguments else self._scale_function()
         check_scale(scale)
         self._scale_from(run.serial, scale)
 
@@ -133,27 +138,28 @@ class Record:
         self._scales = entries
 
     def _scale_of(self, serial: int) -> Scale:
-        """Return the scale said before a pass's forward, times a GradScaler's at its backward."""
+        """Return the loss scale set before a pass's forward, times a GradScaler's scale now."""
         place = bisect_right(self._scales, serial, key=itemgetter(0))
-        said: Any = self._scales[max(1, place) - 1][1]
-        scaler, scale = self._options["loss_scale"], 1.0
+        scale: Any = self._scales[max(1, place) - 1][1]
+        scaler = self._options["loss_scale"]
         if isinstance(scaler, torch.amp.GradScaler):
-            scale = scaler.get_scale() if scaler.is_enabled() else 1.0
-        if said is scaler:
-            said = scale if isinstance(scaler, torch.amp.GradScaler) else said
-            return said.detach().clone() if isinstance(said, Tensor) else said
-        return said * scale
+            factor = scaler.get_scale() if scaler.is_enabled() else 1.0
+            return factor if scale is scaler else scale * factor
+        if scale is scaler:
+            return scale.detach().clone() if isinstance(scale, Tensor) else scale
+        return scale * 1.0
 
     def clear(self) -> None:
+        """Begin an empty record."""
         for run, _ in self.runs:
             run.clear()
-        self.runs, self._there = [], []
+        self.runs, self._grads_before = [], []
         self.tape.clear()
         self.mismatched = set()
         self.refused.clear()
         self._recorder.clear()
         self.fates = {"reset"} if self.fates else self.fates
-        self._read = False
+        self._is_read = False
 
     def undo(self, tasks: Sequence[int]) -> None:
         """Drop what failed backwards left, and the passes that they began."""
@@ -164,12 +170,12 @@ class Record:
             self.fates.add("backward_failed")
 
     def finish(self, run: Any, place: int) -> None:
-        """Combine all uses of a parameter, and drop their operands."""
+        """Compute a parameter's squared norms from all of its uses, and drop their operands."""
         run.finish(place, self._combine(run, place))
 
     def _combine(self, run: Any, place: int) -> Tensor:
         kept = run.terms(place)
-        terms = [(self._layers[site] if site >= 0 else None, a, g) for site, a, g, _ in kept]
+        terms = [Term(self._layers[site] if site >= 0 else None, a, g) for site, a, g, _ in kept]
         owners = [segments and segments.owners for *_, segments in kept]
         with torch.no_grad():
             if any(rows is not None for rows in owners):
@@ -177,41 +183,41 @@ class Record:
             return combine(run.n, terms)
 
     def sq_norms(self, run: Any, place: int) -> Tensor:
-        """Return [N] of one parameter, of the gradients that have come to it so far."""
+        """Return [N] of one parameter, for the gradients that have reached it so far."""
         total: Tensor = run.total([place])
         return total if place not in run.waiting() else total + self._combine(run, place).to(total)
 
-    def norms(self, per: str, loss_scale: float | Tensor | None) -> Tensor | dict[str, Tensor]:
+    def norms(self, per: str, loss_scale: Scale | None) -> _Norms:
+        """Return the norms, by group unless per="model". loss_scale: None for that of each pass."""
         runs = self._in_order()
-        sums_on, result = self._places_of_sums(runs)
+        sums_on, result = self._devices(runs)
         factors = list(self._factors(runs, loss_scale))
 
-        def of(places: Sequence[int] | None) -> Tensor:
-            """Return [N1 + N2 + ...] norms of some parameters, or of all, summed in float64."""
-            whole = []
+        def norms_of(places: Sequence[int] | None) -> Tensor:
+            parts = []
             for (run, _), factor in zip(runs, factors, strict=True):
                 total = run.total(places)
                 total = total if sums_on is CPU else total.to(sums_on)
                 for place in run.waiting():
                     if places is None or place in places:
                         total += self._combine(run, place).to(total.device)
-                whole.append(_norms(total, factor, **result))
-            return _join(whole)
+                parts.append(_norms(total, factor, **result))
+            return _join(parts)
 
         if per == "model":
-            return of(None)
-        return {name: of(places) for name, places in self._groups(per).items()}
+            return norms_of(None)
+        return {name: norms_of(places) for name, places in self._groups(per).items()}
 
     def dots(self) -> Tensor:
-        """Return [N1 + N2 + ...] products of the samples' gradients with the directions."""
+        """Return the products of each sample's gradient with the directions."""
         runs = self._in_order()
-        sums_on, result = self._places_of_sums(runs)
+        sums_on, result = self._devices(runs)
         found = [torch.zeros(run.n) if run.dots is None else run.dots for run, _ in runs]
         whole = _join([dots.to(sums_on, torch.float64) for dots in found])
-        return (whole * self.factors(runs).to(sums_on)).to(**result)
+        return (whole * self._all_factors(runs).to(sums_on)).to(**result)
 
     def shares(self) -> Tensor:
-        """Return [N1 + N2 + ...] shares of the samples' own gradients in .grad."""
+        """Return the share of each sample's own gradient that .grad holds."""
         if self.tape.closed:
             raise RuntimeError(".grad is clipped already: read it before clip_grad_norm_")
         if is_unscaled(self._options["loss_scale"]):
@@ -221,21 +227,21 @@ class Record:
                 ".grad was changed between or after this record's backwards, as by zero_grad() or "
                 "clipping: read it before that, and reset() where you zero it"
             )
-        factors = self.factors(self._in_order())
+        factors = self._all_factors(self._in_order())
         return torch.where(factors == 0, 0.0, 1 / factors)
 
-    def _sizes_of_grads(self, places: Sequence[int]) -> list[Tensor]:
-        """Return how large each .grad is, on its device: set_to_none=False leaves zeros."""
+    def _largest_elements(self, places: Sequence[int]) -> list[Tensor]:
+        """Return the largest element of each .grad, on its device. set_to_none=False leaves 0."""
         tensors = self._parameters.tensors()
         grads = [g for place in places if (g := tensors[place].grad) is not None]
-        here = [getattr(g, "_local_tensor", g) for g in grads]  # of a DTensor
-        dense = [g for g in here if g.layout is torch.strided and g.numel()]
+        local = [getattr(g, "_local_tensor", g) for g in grads]  # of a DTensor
+        dense = [g for g in local if g.layout is torch.strided and g.numel()]
         return list(torch._foreach_norm(dense, float("inf"))) if dense else []
 
     def gradients(self, per: str) -> dict[str, list[Tensor]]:
-        """Return .grad by group, as far as it is there."""
-        self._compares = True
-        if any(map(float, self._there)):
+        """Return each .grad by group. From the next record on, raise if .grad is not its alone."""
+        self._needs_clean_grads = True
+        if any(map(float, self._grads_before)):
             raise RuntimeError(
                 ".grad held a gradient before this record's first backward: zero it at every "
                 "step, and read the norms of a step's micro-batches after the last of them"
@@ -246,44 +252,36 @@ class Record:
             for key, places in self._groups(per).items()
         }
 
-    def clip(
-        self,
-        per: str,
-        max_norm: float | Tensor | None,
-        factors: Callable[[Tensor], Tensor] | None,
-        drops: bool,
-    ) -> Tensor | dict[str, Tensor]:
-        """Clip by sample, and return the norms before it."""
+    def clip(self, per: str, max_norm: Scale | None, factors: Any, drops: bool) -> _Norms:
+        """Clip .grad by sample, and return the norms before clipping."""
         unscaled = unscaled_by(self._options["loss_scale"])
         runs = [run for run, _ in self._in_order()]
         self.tape.check(unscaled, runs)
         norms = self.norms(per, None)
         sizes = [run.n for run in runs]
         by_group = norms if isinstance(norms, dict) else {"": norms}
-        groups = []
-        for key, places in self._groups(per).items():
-            by_sample = factors_of(by_group[key], max_norm, factors, drops)
-            groups.append(ClipGroup(places, by_sample, sizes))
-        stays = self._options["weight_grad"] and factors is None and not drops
-        if stays and bool(torch.as_tensor(max_norm).isposinf().all()):
-            groups = []  # of all processes alike: nothing is touched
+        groups = [
+            ClipGroup(places, factors_of(by_group[key], max_norm, factors, drops), sizes)
+            for key, places in self._groups(per).items()
+        ]
+        has_grads = self._options["weight_grad"] and factors is None and not drops
+        if has_grads and bool(torch.as_tensor(max_norm).isposinf().all()):
+            groups = []  # on every process: .grad stays as it is
         self.tape.clip(runs, groups, unscaled)
         return norms
 
-    def _in_order(self) -> list[tuple[Any, float | Tensor]]:
-        if len(self.runs) == 1:
-            return self.runs
+    def _in_order(self) -> list[tuple[Any, Scale]]:
         return sorted(self.runs, key=lambda entry: entry[0].serial)
 
-    def _places_of_sums(self, runs: Sequence[Any]) -> tuple[torch.device, dict[str, Any]]:
-        """Return the device of the sums, and device and dtype of the result."""
+    def _devices(self, runs: Sequence[Any]) -> tuple[torch.device, dict[str, Any]]:
+        """Return the device to sum on, and the device and dtype of results."""
         first = self._parameters.tensor(0)
         wide = any(run.wide for run, _ in runs)
         result = {"device": first.device, "dtype": torch.float64 if wide else torch.float32}
         return first.device if first.is_cuda else CPU, result
 
     def _groups(self, per: str) -> dict[str, list[int]]:
-        """Return places of what was trainable in any of the passes, by parameter or by module."""
+        """Return the places of parameters that any pass trained, by parameter, module or model."""
         groups: dict[str, list[int]] = {}
         for place in sorted(set().union(*(run.trainable for run, _ in self.runs))):
             name = "" if per == "model" else self._parameters.names[place]
@@ -291,16 +289,14 @@ class Record:
             groups.setdefault(key, []).append(place)
         return groups
 
-    def factors(self, runs: Sequence[Any]) -> Tensor:
-        """Return [N1 + N2 + ...] factors that undo the reduction and the scale of the loss."""
+    def _all_factors(self, runs: Sequence[Any]) -> Tensor:
+        """Return the factor of each sample that undoes the loss's reduction and scale."""
         factors = zip(runs, self._factors(runs, None), strict=True)
         ones = [(torch.ones(run.n, dtype=torch.float64), f) for (run, _), f in factors]
         return _join([one * (f.cpu() if isinstance(f, Tensor) else f) for one, f in ones])
 
-    def _factors(
-        self, runs: Sequence[Any], loss_scale: float | Tensor | None
-    ) -> Iterator[float | Tensor]:
-        """Yield the same by pass: a number, or a Tensor [N] or []."""
+    def _factors(self, runs: Sequence[Any], loss_scale: Scale | None) -> Iterator[Scale]:
+        """Yield the same for each pass: a number, or a Tensor [N] or []."""
         by_sample = loss_scale if isinstance(loss_scale, Tensor) and loss_scale.dim() else None
         if by_sample is not None:
             samples = sum(run.n for run, _ in runs)
@@ -316,21 +312,20 @@ class Record:
             start += run.n
             reduction = float(run.n) if self._options["loss_reduction"] == "mean" else 1.0
             if not isinstance(scale, Tensor):
-                yield reduction / float(scale)  # numpy's would round as it does
+                yield reduction / float(scale)  # a numpy scalar would divide in its own dtype
                 continue
-            # A copy of a GPU's would wait; others may have no float64.
+            # On a GPU it stays there, since a copy would wait; other devices may have no float64.
             scale = scale.detach().to(scale.device if scale.is_cuda else CPU, torch.float64)
             if scale.dim() and scale.shape != (run.n,):
                 raise ValueError(
                     f"loss_scale must be a number or a Tensor [{run.n}], one a sample of the pass; "
                     f"got shape {list(scale.shape)}"
                 )
-            yield torch.where(scale == 0, 0.0, reduction / scale)  # of nothing the norm is 0
+            yield torch.where(scale == 0, 0.0, reduction / scale)  # a sample that counts for 0
 
     def require(self, attached: bool, under_way: bool) -> None:
-        """Raise a CoverageError where there is nothing to read; under_way: or not yet."""
-        # Whatever comes of it: the next record owes nothing to this one.
-        self._read |= not under_way
+        """Raise CoverageError if there is nothing to read. under_way: a backward still runs."""
+        self._is_read |= not under_way  # even if this read fails
         if self.runs and not under_way:
             return
         names = [self._parameters.names[place] for place in self._parameters.trainable()]
@@ -344,9 +339,7 @@ class Record:
         raise refused_all(next(iter((*known, *fates, "not_called"))), names)
 
 
-def _norms(
-    sq_norms: Tensor, factor: float | Tensor, device: torch.device, dtype: torch.dtype
-) -> Tensor:
+def _norms(sq_norms: Tensor, factor: Scale, device: torch.device, dtype: torch.dtype) -> Tensor:
     if isinstance(factor, Tensor):
         factor = factor.abs().to(sq_norms.device)
     elif ops.NATIVE and sq_norms.is_cpu and device.type == "cpu":

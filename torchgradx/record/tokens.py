@@ -1,8 +1,8 @@
-"""Token means: the weights of samples in a mean over all tokens, and the warning where they lack.
+"""Token means: the sample weights of a loss that is a mean over all tokens of a batch.
 
-A mean over the tokens of a batch gives each sample the weight of its share of them. attach() cannot
-know that from its options; what it can see is that some rows of the outputs' gradient are zero,
-more of them in some samples than in others. Counts are rows [N, T]; a row is one token's features.
+Such a mean weights each sample by its share of the counted tokens. attach() cannot know that from
+its options. So TokenWatch looks for rows of the outputs' gradient that are zero (a row is one
+token's features), and warns if some samples have more of them than others.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor
 from ..graph.arguments import tensors_in
 from ..graph.modes import in_batched_backward, without_user_modes
 
-# The defaults of attach(loss_reduction=, loss_scale=), objects that no caller can pass by value.
+# The defaults of attach(loss_reduction=, loss_scale=): objects of their own, so that `is` tells a
+# default from the same value passed by the user.
 DEFAULT_REDUCTION: str = "".join(["me", "an"])
 DEFAULT_SCALE: float = float("1.0")
 
-RECTIFIERS = ("Relu", "Threshold", "Clamp", "Hardtanh")  # whose gradient is zero here and there
-MAX_LOOKS = 64  # looks whose answers are kept, where nobody reads
+RECTIFIERS = ("Relu", "Threshold", "Clamp", "Hardtanh")  # nodes whose gradient has zeros anyway
+MAX_LOOKS = 64  # results that are kept while nobody reads
 WARNING = (
     "token mean? Some tokens of the outputs received no gradient (padding, ignore_index), more of "
     "them in some samples than in others. Under a loss that is a mean over all tokens of the "
@@ -48,19 +49,20 @@ def token_weights(
 
     For a causal language model's own `.loss`, whose targets are its labels shifted by one, pass
     `labels[:, 1:]`. For micro-batches that are divided by the tokens of a whole step, multiply by
-    the micro-batch's part of these.
+    the micro-batch's share of these tokens.
 
     Args:
-        targets: [N, ...], of any dtype; samples first.
+        targets: [N, ...], samples first, of any dtype.
         ignore_index: the target that does not count.
-        sample_ids: of the shape of `targets`: the sample of each target, for packed documents;
-            a negative one is padding. N is then the highest id + 1.
+        sample_ids: for packed documents, the sample of each target, in the shape of `targets`.
+            Negative ids are padding. N is the highest id + 1.
 
     Returns:
-        Zeros if nothing counts.
+        The shares. Zeros if nothing counts.
 
     Raises:
-        TypeError, ValueError: targets have no first dimension, or sample_ids another shape.
+        TypeError: `targets` is no Tensor, or has no dimension.
+        ValueError: `sample_ids` has another shape.
     """
     if not isinstance(targets, Tensor) or not targets.dim():
         got = "a Tensor []" if isinstance(targets, Tensor) else type(targets).__name__
@@ -85,35 +87,33 @@ class TokenWatch:
     """Looks at the gradients of a model's outputs until it has warned of a token mean."""
 
     def __init__(self, options: Any) -> None:
-        """Look only if neither option was given, not even as its default."""
-        self.on = (
-            options["loss_reduction"] is DEFAULT_REDUCTION
-            and options["loss_scale"] is DEFAULT_SCALE
-        )
+        # Nothing to warn of where the user gave either option, even with its default value.
+        is_default = options["loss_reduction"] is DEFAULT_REDUCTION
+        self.on = is_default and options["loss_scale"] is DEFAULT_SCALE
         self._batch_dim: int = options["batch_dim"]
         self._reads = 0
-        self._found: list[Tensor] = []  # bool [], on the outputs' device
-        self._sent: list[tuple[Tensor, Any]] = []  # the same on the host, and when they are there
+        self._found: list[Tensor] = []  # bool [] on the outputs' device: unequal counts of zeros
+        self._copies: list[tuple[Tensor, Any]] = []  # the same on the host, see _copy_to_host
 
     def watch(self, output: Any, n: int) -> None:
         """Look at the gradients that a forward's outputs will receive."""
         for tensor in tensors_in(output) if n > 1 else ():
-            node = tensor.grad_fn
-            at = self._samples(tensor, n)
-            if node is None or at is None or node.name().startswith(RECTIFIERS):
-                continue
-            look = partial(self._look, tensor.output_nr, n, at)
-            node.register_prehook(look)  # a hook on the tensor would be seen by its user
+            node, dim = tensor.grad_fn, self._sample_dim(tensor, n)
+            if node is not None and dim is not None and not node.name().startswith(RECTIFIERS):
+                # Not a hook on the tensor, which the user would see.
+                node.register_prehook(partial(self._look, tensor.output_nr, n, dim))
 
-    def _samples(self, tensor: Tensor, n: int) -> int | None:
-        """Return the dimension of the samples: [N, T, F], [T, N, F], [N, F, H, W] or [N * T, F]."""
+    def _sample_dim(self, tensor: Tensor, n: int) -> int | None:
+        """Return the dimension of the samples in [N, T, F], [T, N, F] or [N, F, H, W]; -1 for rows
+        [N * T, F]; None if tokens cannot be told."""
         if tensor.dim() > 2:
             found = [d for d in (self._batch_dim, 0) if tensor.shape[d] == n]
             return found[0] if found else None
         rows = len(tensor) if tensor.dim() == 2 else 0
         return -1 if rows > n and rows % n == 0 and not self._batch_dim else None
 
-    def _look(self, number: int, n: int, at: int, grads: tuple[Tensor | None, ...]) -> None:
+    def _look(self, number: int, n: int, dim: int, grads: tuple[Tensor | None, ...]) -> None:
+        """Note if samples have different counts of zero rows in an output's gradient."""
         grad = grads[number]
         if grad is None or not self.on:
             return
@@ -121,8 +121,8 @@ class TokenWatch:
             return
         with torch.no_grad(), without_user_modes():
             grad = grad.detach()
-            if at < 0:
-                grad, at = grad.view(n, -1, grad.shape[1]), 0
+            if dim < 0:
+                grad, dim = grad.view(n, -1, grad.shape[1]), 0
             elif grad.dim() > 3:
                 grad = grad.movedim(1, -1)
             zero = grad.select(-1, 0) == 0
@@ -131,30 +131,30 @@ class TokenWatch:
                     return
                 zero[zero.clone()] = (grad[zero] == 0).all(-1)
             elif self._reads & (self._reads - 1):
-                return  # a sweep over the outputs: after 0, 1, 2, 4, 8, ... reads alone
+                return  # reading all of a gradient takes time: only after 0, 1, 2, 4, 8, ... reads
             else:
                 zero = (grad == 0).all(-1)
-            counts = zero.movedim(at, 0).flatten(1).sum(1)
+            counts = zero.movedim(dim, 0).flatten(1).sum(1)
             self._found = [*self._found[-MAX_LOOKS:], (counts != counts[0]).any()]
 
     def warn(self) -> None:
-        """Warn, once, if a pass since the last call was of samples of unequal lengths. On a GPU the
-        first call alone waits to know; later ones leave to the next what is not there yet."""
+        """Warn, once, if a pass since the last call had unequal counts. On a GPU only the first
+        call waits for the result; later ones leave to the next call what is not there yet."""
         self._reads += 1
         found, self._found = self._found, []
-        sent, self._sent = [*self._sent, *map(_sent, found)], []
-        for flag, there in sent:
-            if there is not None and self._reads == 1:
-                there.synchronize()
-            if there is not None and not there.query():
-                self._sent.append((flag, there))
+        copies, self._copies = [*self._copies, *map(_copy_to_host, found)], []
+        for flag, event in copies:
+            if event is not None and self._reads == 1:
+                event.synchronize()
+            if event is not None and not event.query():
+                self._copies.append((flag, event))
             elif self.on and flag:
                 self.on = False
                 warnings.warn(WARNING, stacklevel=4)
 
 
-def _sent(flag: Tensor) -> tuple[Tensor, Any]:
-    """Return a copy on the host, and the event that says when it is there; None: it is."""
+def _copy_to_host(flag: Tensor) -> tuple[Tensor, Any]:
+    """Return a copy on the host, and the CUDA event after which it is there (None: it is)."""
     if flag.device.type != "cuda":
         return flag.cpu(), None
     host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
