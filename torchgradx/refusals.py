@@ -48,21 +48,24 @@ batch_statistics: it normalises by the batch's statistics, which mix samples
 mixes: its rows mix the {n} samples: each row of its output {shape} depends on several of them, so
     it has no per-sample gradient
     > If its input is the same for all samples (position ids), register it as a buffer or build it
-    in forward with torch.arange. Rows of samples must be in the order n*T+t or t*N+n
+    in forward with torch.arange. Rows of samples must be in the order n*T+t or t*N+n: for others
+    (sorted, a part of the batch, padding removed) pass sample_ids=
 unbatched: it was called without a batch dimension, so it works along the {n} samples
     > Give it three dimensions
 scale_grad_by_freq: scale_grad_by_freq divides by how often an id is in the batch
     > Leave that option out
 alone: sample {sample} alone has a gradient norm of {alone} where it had {batched} in its batch: the
     model sorts or mixes samples in a part without gradient (statistics of data, a queue, a mask)
-    > Sort and normalise before the model is called, or set it to eval()
+    > Sort and normalise before the model is called, or set it to eval(). If a batch cannot be cut
+    by sample (flat ids with offsets), or the forward moves buffers on, pass check="graph"
 output_alone: sample {sample} alone has another output than in its batch: the model sorts or mixes
     samples in a part without gradient (statistics of data, a queue, a detached or frozen part)
-    > Sort and normalise before the model is called, or set it to eval()
+    > Sort and normalise before the model is called, or set it to eval(). If a batch cannot be cut
+    by sample (flat ids with offsets), or the forward moves buffers on, pass check="graph"
 failed_alone: the model could not be run on sample {sample} alone: {error}
     > Give a batch that can be split by sample, or pass check="graph"
 one_number: its module gives one number for all samples, and running it again cannot split that
-    > Return a loss for each sample, or freeze what it does not use
+    > Return a loss for each sample, expand the number to [N], or freeze what it does not use
 
 == Where the samples are
 no_batch_size: the model was called without a tensor that shows N, the number of samples
@@ -107,7 +110,8 @@ outside: its module was called outside of the model's own forward
 beyond: it is used in {places} place(s) that were not recorded: a weight penalty in the loss, a use
     outside model(...), or outside of modules in a checkpoint
     > Call backward() on the penalty separately, or use the optimizer's weight_decay; call the
-    module instead, with use_reentrant=False in a checkpoint; or freeze it
+    module instead, with use_reentrant=False in a checkpoint; for derivatives by the input, also
+    return what they are taken of; or freeze it
 without_edge: {places} recorded use(s) of it have no place in the graph that backward() ran
     > Change no view of its output in place, and run the whole backward
 not_the_sum: the gradient it received is not the sum of what was recorded: a penalty reaches it, its

@@ -21,8 +21,11 @@ struct Known {
   int64_t apart;
 };
 
+// Not of a tensor subclass, nor while a compiler traces with symbols: to ask those for their sizes runs Python.
 bool has_storage(const Tensor& t) {
-  return t.defined() && t.unsafeGetTensorImpl()->has_storage();
+  if (!t.defined()) return false;
+  const auto* impl = t.unsafeGetTensorImpl();
+  return impl->has_storage() && !impl->is_python_dispatch() && !impl->has_symbolic_sizes_strides();
 }
 
 void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
@@ -122,9 +125,7 @@ class Watch {
 
   // From one sample to the next, in elements, if they are in this dimension, n*T+t.
   int64_t apart(const Tensor& t, int64_t dim) const {
-    if (!has_storage(t) || t.layout() != at::kStrided || t.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
-      return 0;
-    if (t.dim() <= dim || t.size(dim) % n_) return 0;
+    if (!has_storage(t) || t.layout() != at::kStrided || t.dim() <= dim || t.size(dim) % n_) return 0;
     return t.stride(dim) * (t.size(dim) / n_);
   }
   int64_t known_apart(const Tensor& t) const {
@@ -195,7 +196,7 @@ class Watch {
       for (const Tensor& t : operation->written) self->mark(t, false, 0);
     const auto& like = operation->like;
     for (const Tensor& t : made) {
-      if (!t.defined()) continue;
+      if (!has_storage(t)) continue;
       const bool alike = std::find(like.begin(), like.end(), t.sizes().vec()) != like.end();
       const bool constant = (operation->constant && !(operation->of_python && t.dim() > 0)) || operation->of_sizes;
       self->mark(t, constant, alike ? self->apart(t, self->batch_dim_) : self->known_apart(t));

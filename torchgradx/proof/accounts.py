@@ -26,8 +26,6 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
     if any(run.create_graph for run in runs):
         causes = dict.fromkeys(trainable, "create_graph")
     causes |= _causes_of_refusals(recorder, layers, trainable, any(run.silent for run in runs))
-    for place, why in record.refused.items():
-        causes.setdefault(place, why)
     odd = ((place, n) for place, n in enumerate(recorder.balance) if n)  # edges minus uses
     doubts = [
         *((place, cause("beyond" if n > 0 else "without_edge", places=abs(n))) for place, n in odd),
@@ -38,6 +36,8 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
     for place, why in sorted(doubts, key=itemgetter(0)):  # stable: a place's first doubt counts
         if place in trainable:
             causes.setdefault(place, why)
+    for place, why in record.refused.items():  # a sample alone: what is above explains it too
+        causes.setdefault(place, why)
     if causes:
         raise refused({parameters.names[place]: why for place, why in causes.items()})
 

@@ -319,6 +319,8 @@ class SegmentExaminer:
             layer, shape = self._layers[site], list(sizes)
             if node is not None and layer.kind not in SERVED:
                 layouts.append(cause("segments_kind", kind=layer.type_name))
+            elif one is None and node is not None and node not in forward.graph.parents:
+                layouts.append(NOWHERE)  # it comes to no output
             elif one is None:
                 layouts.append(cause("segments_unknown", shape=shape))
             elif any(mixed[id(flag)] for flag in one.flags):
