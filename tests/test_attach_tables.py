@@ -46,10 +46,7 @@ from torch.utils.checkpoint import checkpoint
 import torchgradx
 
 sizes = pytest.mark.parametrize(("n", "t"), [(N, T), (N, N), (D, T), (1, T), (T, 1), (2, 2 * N)])
-IDS = {
-    "[T]": torch.arange,
-    "[1, T]": lambda t: torch.arange(t)[None],
-}
+IDS = {"[T]": torch.arange, "[1, T]": lambda t: torch.arange(t)[None]}
 MASKS = {
     "[1, T] > 1": lambda t: torch.arange(t)[None] > 1,
     "[T] > 1": lambda t: torch.arange(t) > 1,

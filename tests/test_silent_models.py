@@ -12,17 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    ANY,
-    Model,
-    attempt,
-    close_named,
-    loop,
-    mlp,
-    refusal,
-    square,
-    title,
-)
+from attach_oracle import ANY, Model, attempt, close_named, loop, mlp, refusal, square, title
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
