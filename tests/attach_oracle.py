@@ -55,10 +55,13 @@ class Model(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
-def rms_norm(d):
+def rms_norm(d, of=lambda weight: weight):
     """As users write it: no kernel is called by its name."""
-    return Model(lambda m, x: m.weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()),
-                 weight=torch.rand(d) + 0.5)  # fmt: skip
+
+    def forward(m, x):
+        return of(m.weight) * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+
+    return Model(forward, weight=torch.rand(d) + 0.5)
 
 
 def mlp(width=5):
@@ -165,13 +168,9 @@ def close_named(got, want, rtol=1e-9):
         assert not got[name].any(), f"{name} counts nothing, and has {got[name].tolist()}"
 
 
-def _has_grad(p):
-    return p.grad is not None and p.grad.numel()
-
-
 def same_gradients(model, twin, rtol=None):
     """Bit for bit if rtol is None; else as close_named: what cancels is rounding of the rest."""
-    grads = [q.grad.to_dense() for q in twin.parameters() if _has_grad(q)]
+    grads = [q.grad.to_dense() for q in twin.parameters() if q.grad is not None and q.grad.numel()]
     largest = max((float(g.abs().max()) for g in grads), default=0)
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), f"{name}.grad: {p.grad} and not {q.grad}"
@@ -190,14 +189,10 @@ def same_gradients(model, twin, rtol=None):
 def fingerprint(model):
     """What an attachment must not leave on a model."""
     modules = {
-        name: (
-            type(m),
-            tuple(vars(m)),
-            tuple(len(hooks) for key, hooks in sorted(vars(m).items()) if key.endswith("_hooks")),
-            m.training,
-        )
+        name: (type(m), tuple(vars(m)), m.training,
+               tuple(len(hooks) for k, hooks in sorted(vars(m).items()) if k.endswith("_hooks")))
         for name, m in model.named_modules()
-    }
+    }  # fmt: skip
     parameters = {
         name: (type(p), tuple(vars(p)), len(p._backward_hooks or ()),
                len(p._post_accumulate_grad_hooks or ()))
@@ -293,12 +288,18 @@ def under_autocast(dtype=torch.bfloat16, loss=square):
     return halved
 
 
-def exact_step(probe, model, *batch, loss=square, rtol=1e-9, want=None):
-    """A step, and the norms of it and of each parameter: those of the loop."""
+def exact_step(probe, model, *batch, loss=square, rtol=1e-9, want=None, twin=None):
+    """A step, and the norms of it and of each parameter: those of the loop; .grad: a twin's."""
     want = loop(model, loss, *batch) if want is None else want
+    if twin is not None:
+        model.zero_grad()
+        twin.zero_grad()
+        loss(twin, *batch).backward()
     loss(model, *batch).backward()
     close_named(probe.norms(per="parameter"), want, rtol)
     close(probe.norms(), per_model(want), rtol)
+    if twin is not None:
+        same_gradients(model, twin, rtol)
 
 
 def refusal(probe, match=None):
