@@ -131,30 +131,23 @@ def exchanged(model):
         yield
 
 
-def without_a_bias(model):
-    model.a.bias = None
-    yield
-
-
-def on_other_paths(model):
-    for model.first in (False, True, False):
-        yield
-
-
-def frozen_then(model):
-    model.a.requires_grad_(False)
-    yield
+CHANGES = {
+    "exchanged": exchanged,
+    "without a bias": lambda model: [setattr(model.a, "bias", None)],
+    "on other paths": lambda model: (setattr(model, "first", way) for way in (False, True, False)),
+    "frozen then": lambda model: [model.a.requires_grad_(False)],
+}
 
 
 @every_mode
-@pytest.mark.parametrize("change", [exchanged, without_a_bias, on_other_paths, frozen_then])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_step_after_a_change_is_exact(change, options):
     model = Model(lambda m, x: m.head(torch.tanh(m.a(x) if m.first else m.b(m.b(x)))),
                   a=nn.Linear(3, 3), b=nn.Linear(3, 3), head=nn.Linear(3, 2)).double()  # fmt: skip
     model.first = True
     with torchgradx.attach(model, **options) as probe:
         exact_step(probe, model, torch.randn(N, 3).double())
-        for _ in change(model):
+        for _ in CHANGES[change](model):
             exact_step(probe, model, torch.randn(N, 3).double())
 
 
@@ -184,17 +177,15 @@ class Hadamard(torch.autograd.Function):
         return grad * scale @ b.T, a.T @ (grad * scale), None
 
 
-def adapted(m, x):
-    return m.base(x) + F.linear(x, Hadamard.apply(m.a, m.b, torch.tensor(0.5, dtype=x.dtype)))
-
-
 @every_mode
 @pytest.mark.parametrize("positions", [(), (5,)], ids=["rows", "sequences"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_weight_that_it_makes_of_two_is_exact(frozen, positions, options):
     if options.get("backend") == "native":
         pytest.skip("its parameters have no kernel")
-    own = Model(adapted, a=torch.randn(3, 2), b=torch.randn(2, 3), base=nn.Linear(3, 3))
+    half = torch.tensor(0.5, dtype=torch.float64)
+    own = Model(lambda m, x: m.base(x) + F.linear(x, Hadamard.apply(m.a, m.b, half)),
+                a=torch.randn(3, 2), b=torch.randn(2, 3), base=nn.Linear(3, 3))  # fmt: skip
     own.base.requires_grad_(not frozen)
     net = nn.Sequential(nn.Linear(3, 3), own, nn.Linear(3, 2))
     check(net, square, torch.randn(N, *positions, 3), **options)
@@ -215,12 +206,8 @@ def deep(m, x, depth=2):
     return m.o(m(torch.tanh(m.l(x)), depth - 1)) if depth else m.l(x)
 
 
-CALLS = [flat, deep]
-ways = pytest.mark.parametrize("way", CALLS, ids=lambda way: way.__name__)
-
-
 @a_few_modes
-@ways
+@pytest.mark.parametrize("way", [flat, deep])
 def test_a_root_that_calls_itself_is_exact_in_steps_of_several_sizes(way, options):
     """Those too that are called on what they call themselves on."""
     net = Model(way, l=nn.Linear(D, D), o=nn.Linear(D, D)).double()
