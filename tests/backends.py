@@ -28,8 +28,6 @@ CUDA_OPERATORS = (
     *("affine_sq_norms", "affine_fused", "affine_by_sample", "prelu_sq_norms", "prelu_fused"),
     *("moments", "turned", "gather_sq_norms", "gather_dots"),
 )
-
-
 Problem = Linear | Conv2d | None  # None: a Linear
 
 

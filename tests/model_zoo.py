@@ -16,7 +16,6 @@ from torch import nn
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason='needs `pip install ".[models]"`')
 transformers.logging.set_verbosity_error()
-
 VOCABULARY, CLASSES, PAD, IGNORED = 37, 5, 1, -100
 DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 BERT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2,
@@ -171,7 +170,6 @@ ROWS = [
         adapter={"target_modules": ["q_proj", "v_proj"], "use_dora": True},
         reentrantly=("*.lora_A.*", "*.lora_B.*")),  # called on an identity matrix as well
 ]  # fmt: skip
-
 # These cast weights to float32 themselves: not exact in float64.
 ROUNDED = [
     Row("gemma3, tied", "next", "Gemma3ForCausalLM", EIGHT, ("attention_dropout",)),

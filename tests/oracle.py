@@ -85,7 +85,6 @@ LINEAR = [
     Linear(33, 4, 8, 8),  # more samples than threads
     Linear(10, 30, 33, 20),  # and than a chunk holds
 ]
-
 CONV2D = [
     Conv2d(0, 3, 4, (5, 5), (3, 3)),  # no samples
     Conv2d(1, 1, 1, (1, 1), (1, 1)),

@@ -8,7 +8,6 @@ from attach_oracle import Model
 from torch import nn
 
 N, T, I, H = 4, 5, 3, 6
-
 KINDS = {
     "lstm": nn.LSTM,
     "gru": nn.GRU,

@@ -381,7 +381,6 @@ def test_compiled_autograd_is_refused():
 
 
 # The operators that a whole graph records with, by themselves
-
 # A token is another each time, which AOTAutograd's own check would hold against the operator.
 STATIC = ("test_schema", "test_autograd_registration", "test_faketensor")
 

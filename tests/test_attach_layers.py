@@ -26,8 +26,6 @@ def late(kind):
 
 
 linear, conv, conv3d = map(late, (nn.Linear, nn.Conv2d, nn.Conv3d))
-
-
 # Layers that have kernels: name -> (how to make it, shape of the input)
 KERNEL_LAYERS = {
     "linear": (linear(3, 5), (N, 3)),
@@ -136,8 +134,6 @@ ELEMENTWISE_LAYERS = {
     "prelu": (lambda: nn.PReLU(), (N, 3)),
     "prelu per channel": (lambda: nn.PReLU(3), (N, 3, 4)),
 }
-
-
 FALLBACK_LAYERS = {
     "rms norm of one's own": (lambda: rms_norm(3), (N, 5, 3)),
     "transposed conv2d with much output padding": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2,

@@ -144,8 +144,6 @@ BROADCAST = {
     "one number, then inputs": lambda m, x: m(torch.ones(1, dtype=x.dtype), x),
     "by keyword": lambda m, x: m(p=torch.ones(1, 6, 3, dtype=x.dtype), x=x),
 }
-
-
 RETURNED = {
     "outputs": lambda y: y,
     "outputs, positions first": lambda y: y.transpose(0, 1),

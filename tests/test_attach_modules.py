@@ -117,8 +117,6 @@ def test_outputs_that_are_not_seen_are_exact_or_refused(name, own, options):
 
 
 D = 4
-
-
 EMPTY = {
     "attention": lambda: Model(lambda m, x: m.a(x, x, x)[0],
                                a=nn.MultiheadAttention(D, 2, batch_first=True)),

@@ -162,8 +162,6 @@ CHAINED = {
     "one twice": lambda a, b, c, d: b * d,
     "what is detached": lambda a, b, c, d: c * a.detach(),
 }
-
-
 MIXED = {
     "cells of an LSTM": (
         lambda: Model(lstm_cells_of_another, r=nn.LSTM(3, 5, batch_first=True),

@@ -68,8 +68,6 @@ MODELS = {
     "checkpointed": (shared(checkpointed(False), block=block()), (N, 8)),
     "checkpointed reentrantly": (shared(checkpointed(True), block=block()), (N, 8)),
 }  # fmt: skip
-
-
 WIDENED = ("layer_norm", "native_layer_norm", "group_norm", "_softmax", "tanh")
 
 

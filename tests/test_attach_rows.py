@@ -88,8 +88,6 @@ ROUTES = {
     "unbound": in_turn(lambda h: h.unbind(0)),
     "into a view": into_a_view,
 }
-
-
 # In a reentrant checkpoint these are taken as they come: sizes leave no doubt (docs/limits.md).
 HIDDEN = {"unbound"}
 
@@ -205,7 +203,6 @@ def test_segments_of_other_lengths_are_looked_at_anew(way, shape, options):
 
 
 # Rows that a batch's own values send to experts
-
 SHAPES = [(4, 6), (4, 6), (4, 4), (3, 5), (1, 7), (4, 6)]  # N = T among them
 any_mode = each_of(ANY)
 

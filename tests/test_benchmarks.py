@@ -63,8 +63,6 @@ def test_our_ways_are_the_oracles(way):
 
 
 # The stages, each tried once on what takes milliseconds
-
-
 @pytest.mark.parametrize(
     ("command", "keys"),
     [
@@ -82,8 +80,6 @@ def test_a_stage_yields_its_rows(command, keys, tmp_path):
 
 
 # timing.py, under a clock that tells what it is told
-
-
 class Clock:
     """Runs of steps, each a time that it takes; `ran` has their names."""
 
@@ -127,8 +123,6 @@ def test_no_round_begins_after_the_time_of_all_ways(clock, seconds):
 
 
 # compare.py
-
-
 def results(**changes):
     """One workload, two ways, one kernel, one peak; `changes` by way."""
     figures = {"median": 1.0, "p20": 0.98, "p80": 1.02, "rounds": 16}
@@ -178,8 +172,6 @@ def test_compare_names_what_is_missing():
 
 
 # The committed results and what is made of them
-
-
 def test_the_readme_says_what_the_results_say():
     text = readme.README.read_text()
     assert readme.rewritten(text, RESULTS) == text, "run benchmarks/readme.py"

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]ecure RNG", "ignore:Full b
 CIRCULAR = {"padding": 1, "padding_mode": "circular"}
 REFLECT, REPLICATE = ({"padding": 1, "padding_mode": mode} for mode in ("reflect", "replicate"))
 DEEP = {"stride": (1, 2, 2), "dilation": (2, 1, 1), "groups": 2}
-
 # name: (layer, shape of a sample, or the ids' range and shape; whether Opacus itself is right)
 LAYERS = {
     "linear": (lambda: nn.Linear(5, 4), (5,), True),

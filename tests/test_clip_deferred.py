@@ -204,8 +204,6 @@ def test_a_sparse_tables_gradient_is_sparse():
 
 
 # Gradients that are not finite: a sample is dropped, or spoils .grad
-
-
 class Image(nn.Module):
     def __init__(self):
         super().__init__()

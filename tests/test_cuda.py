@@ -46,8 +46,6 @@ def same(these, those):
 
 
 # Operators
-
-
 @each_way
 def test_launches_wait_for_what_their_stream_has_yet_to_do(way):
     a, b = to(CUDA, *operands(way))
@@ -201,8 +199,6 @@ def test_copies_on_the_device_keep_strides_and_offsets():
 
 
 # Attached models
-
-
 def test_a_step_on_a_side_stream_has_the_same_norms():
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -265,8 +261,6 @@ def test_convolutions_and_norms_in_channels_last_turn_no_operand_twice():
 
 
 # Jobs
-
-
 def jobs_on(device, pinned=False):
     """Numbers of all jobs: scores of a pool, and what a step of training tells."""
     torch.manual_seed(0)

@@ -20,8 +20,6 @@ needs_extension = pytest.mark.skipif(not ops.NATIVE, reason="installed without t
 
 
 # Whether CUDA kernels are built, and with what
-
-
 def toolkit_in(folder, release="13.0"):
     """As much of a toolkit as is looked at."""
     (folder / "bin").mkdir(parents=True)
@@ -96,8 +94,6 @@ def test_architectures(clean, asked, present, built):
 
 
 # A library that does not load
-
-
 def package_with(library, folder):
     """A copy of the package with this for torchgradx._cuda."""
     copy = folder / "torchgradx"
@@ -132,7 +128,6 @@ def test_cuda_kernels_that_do_not_load_leave_the_cpus_at_work(tmp_path):
 
 
 # The library itself
-
 BUILD = """
 import sys
 sys.path.insert(0, "build_tools")

@@ -19,7 +19,6 @@ CONV = {  # C, O, side, kernel, stride, padding, groups
     "depthwise": (8, 8, 6, 3, 1, 1, 8),
 }
 AFFINE = ["layer_norm of a row", "layer_norm", "rms_norm", "group_norm", "frozen", "prelu"]
-
 each_backend = pytest.mark.parametrize("backend", parameters())
 each_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 

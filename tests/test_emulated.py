@@ -19,7 +19,6 @@ from test_memory import BOUND, CASES, WIDE
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 EMULATED = BACKENDS["emulated"]
-
 # Several tiles in each direction and a part of one, samples enough to share out, every kernel.
 LINEAR = (
     Linear(3, 37, 200, 135),
@@ -123,8 +122,6 @@ def assert_right(problem, a, b, kind="integers", ways=None):
 
 
 # Kernels
-
-
 @pytest.mark.skipif(
     bool(cubins.why_not()) or not cubins.cuobjdump(), reason="needs nvcc and cuobjdump"
 )
@@ -188,8 +185,6 @@ def _launched(library):
 
 
 # Memory
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_workspace_are_bounded(name):
     """Of problems whose gradients, T x T or patches would each take more, on an H200."""
@@ -209,7 +204,6 @@ def test_allocations_are_counted():
 
 
 # Malformed calls
-
 FUZZ = """
 import random, sys, warnings
 from test_fuzz import raw_call, _written

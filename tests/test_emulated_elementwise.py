@@ -18,7 +18,6 @@ from test_emulated_launchers import _wide
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 EMULATED = BACKENDS["emulated"]
-
 # One warp, several, and all of a block to a row or a column; samples of several parts; samples that
 # are rows; rows too long for one sweep; groups of several blocks; planes and rows.
 PROBLEMS = (
@@ -98,7 +97,6 @@ def test_every_way_of_cutting_is_right(problem):
 
 
 # Tables
-
 TABLES = (
     Gather(2, 300, 2, 40),  # a run over many warps
     Gather(2, 600, 9, 33),
@@ -135,8 +133,6 @@ def test_a_table_takes_its_sorted_ids_and_no_more(ids):
 
 
 # Workspaces
-
-
 def _taken(name, *arguments):
     with operators().dry():
         operator(name)(*arguments)

@@ -12,9 +12,8 @@ from emulation.operators import operator, operators
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 
+
 # Dimensions of zero
-
-
 @cache
 def launchers():
     """Without the binding, which would never let them see such sizes."""
@@ -74,8 +73,6 @@ def test_an_image_of_no_channels_has_no_norm():
 
 
 # More than an int holds
-
-
 def _wide(*shape, dtype=torch.float32):
     """Of any size, in the memory of one number."""
     return torch.ones(1, dtype=dtype).expand(shape)

@@ -20,7 +20,6 @@ from torchgradx import ops
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 HALVES = (torch.bfloat16, torch.float16)
-
 LENGTHS = (
     [1, 300],
     [16, 32, 5, 48],  # whole steps, and not

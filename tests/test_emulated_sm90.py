@@ -11,7 +11,6 @@ from oracle import Conv2d, Linear, assert_gradient, assert_sq_norms, case, truth
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
 EMULATED = BACKENDS["emulated"]
 HALVES = (torch.bfloat16, torch.float16)
-
 LINEAR = (
     Linear(3, 7, 8, 8),  # less than a step
     Linear(3, 7, 64, 72),

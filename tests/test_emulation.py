@@ -16,7 +16,6 @@ from emulation.mutants import MUTANTS, planted
 from emulation.wrappers import CASES, Case, differences, golden
 
 pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
-
 THREADS = 64
 IN = torch.arange(1, 2 * THREADS + 1, dtype=torch.float32)
 OUT_BYTES = 4 * 2 * THREADS
@@ -168,8 +167,6 @@ def test_what_is_unchecked_is_not_reported():
 
 
 # The PTX wrappers, lane by lane, against the manual and a GPU's recorded answers
-
-
 @cache
 def wrappers():
     emulator = Emulator(build.kernels_alone(build.HERE / "wrappers.cu"))

@@ -44,7 +44,6 @@ def _integers(*shape):
 
 
 # Products: 60 positions of 64, so that the last boxes reach out of the tensor
-
 POSITIONS = 60
 
 
@@ -67,8 +66,6 @@ def test_a_pipeline_of_copies_and_products_is_right(dtype, columns):
 
 
 # Addresses
-
-
 def swizzled(byte):
     return byte ^ (byte >> 7 & 7) << 4
 
@@ -171,8 +168,6 @@ def test_a_descriptor_finds_its_operand(layout):
 
 
 # Blocks together, registers
-
-
 def _grid(fault="none", blocks=5):
     given = torch.arange(1.0, blocks + 1)
     return launch(f"grid/{fault}", given, given, [blocks], torch.full((2 * blocks,), -1.0))
@@ -217,7 +212,6 @@ def test_registers_change_hands():
 
 
 # Faults
-
 FAULTS = {
     "product/no_wait": "wgmma reads offset .* still being copied",
     "product/one_waits": "race: wgmma reads offset .* some of its threads' last barrier_wait|still",

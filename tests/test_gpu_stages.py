@@ -159,8 +159,6 @@ def test_stages_are_run_by_name_behind_the_build_that_is_kept(tmp_path):
 
 
 # The build that is kept
-
-
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A small tree in place of ours, and a setup.py that writes down each of its runs."""

@@ -22,7 +22,6 @@ ROOMS = (
     "graph", "gradients", "layers", "options", "sites", "shared", "record", "proof", "explain",
     "attachment", "probe", "attach", "scoring", "verify", "jobs", "bridges", "cli", "", "__main__",
 )  # modules and folders, as docs/design.md lists them from below  # fmt: skip
-
 TWINS = ("ops", "reference")  # one operator, two or three ways to compute it
 SAID_TWICE = {"GradNorms"}  # by the bridges to two trainers
 

@@ -54,8 +54,6 @@ TIED = Gather(16, 256, 2048, 1024)  # N gradients of the table: 128 MiB
 # What any of these may take beyond its operands: a few chunks of the reference, or a few tiles,
 # images and weight gradients a thread; less than what materialising takes in any case above.
 BOUND = 56 * MIB
-
-
 SLOW = {"reference": [pytest.mark.long]}
 
 

@@ -256,8 +256,6 @@ def test_without_grad_it_says_where_to_call_it():
 
 
 # ---- The default, and what it says ---------------------------------------------------------------
-
-
 def test_the_warm_up_is_reported_and_what_it_means_is_said():
     model, noise = quadratic(), NoiseScale()
     assert str(noise) == "Noise scale: no step was counted yet."

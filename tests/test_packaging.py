@@ -74,7 +74,6 @@ def test_a_wheel_is_loaded_and_says_what_it_needs(tmp_path):
 
 
 # Import
-
 IMPORT = """
 import sys, time, torch
 started = []
@@ -164,7 +163,6 @@ def test_the_facts_are_printed_by_info_and_without_an_argument(capsys):
 
 
 # Without the extension
-
 FALLBACK = """
 import torch, torchgradx
 import torchgradx.ops
@@ -195,7 +193,6 @@ def test_without_the_extension_it_warns_once_and_works(uncompiled):
 
 
 # Source distribution
-
 SDIST = """
 import sys
 sys.modules["torch"] = None  # an import of it raises
@@ -224,8 +221,6 @@ def test_the_sdist_is_complete_and_needs_no_torch(tmp_path):
 
 
 # The Makefile
-
-
 @pytest.mark.skipif(not shutil.which("make"), reason="no make here")
 def test_make_alone_lists_every_target():
     # Within `make test` a make below it would say which directory it enters.
@@ -264,8 +259,6 @@ probe.loss_scale = torchgradx.token_weights(y)
 torchgradx.NoiseScale().update(probe)
 """
 FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
 # torch's own backward is untyped, and pages that annotated their functions would not read better.
 MYPY = ["-m", "mypy", "--strict", "--follow-imports=silent", "--config-file="]
 MYPY += ["--disable-error-code=no-untyped-call", "--disable-error-code=no-untyped-def"]

@@ -123,8 +123,6 @@ def test_what_mixes_below_batch_statistics_has_one_cause_with_its_module(frozen)
 
 
 # ---- Causes that few models give -----------------------------------------------------------------
-
-
 def replicas(model, probe):
     """As nn.DataParallel runs them, on the CPU."""
     outputs = [None] * 2

@@ -57,8 +57,6 @@ def interrupted(net, out, fails=17, **options):
 
 
 # ---- Going on ------------------------------------------------------------------------------------
-
-
 def test_of_several_models_those_that_are_done_are_not_scored_again(tmp_path):
     out, nets = tmp_path / "scores.npz", [model(seed) for seed in range(3)]
     want = score(nets, pool())

@@ -180,8 +180,6 @@ def test_concatenated_graphs_have_an_entry_for_each_item_and_kind():
 
 
 # ---- Files ---------------------------------------------------------------------------------------
-
-
 def test_what_was_interrupted_in_the_second_model_goes_on_behind_its_finished_batches(tmp_path):
     out, reads, looked = tmp_path / "scores.csv", [], len(LENGTHS)  # the fingerprint reads all
 

@@ -136,8 +136,6 @@ def test_rows_of_very_unequal_samples_are_not_padded():
 
 
 # Refusals
-
-
 def joined(case):
     """By an edge between two graphs."""
     case.edges = torch.cat([case.edges, torch.tensor([[0], [4]])], 1)
@@ -223,8 +221,6 @@ def test_what_sample_ids_returns():
 
 
 # What reads their norms: grad_norms, verify, NoiseScale, explain()
-
-
 def drawn(name, sizes, seed=0):
     torch.manual_seed(seed)
     case = CASES[name][0]()

@@ -148,8 +148,6 @@ def test_nothing_is_left_behind(call, training, fails):
 
 
 # ---- verify --------------------------------------------------------------------------------------
-
-
 LOSSES = {
     "in-batch negatives": lambda out, _: F.cross_entropy(out @ out.T, torch.arange(len(out))),
     "a ranking": lambda out, _: F.softplus(3 * (out[:, None, 0] - out[None, :, 1])).mean(),

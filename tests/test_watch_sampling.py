@@ -174,8 +174,6 @@ def test_what_is_not_known_counts_as_the_mean():
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_what_is_dropped_at_the_end_of_an_epoch_is_no_epoch(drop_last, workers):

@@ -180,9 +180,7 @@ MUTANTS = [
         ("gather: a warp within one run forgets it",
          "  if (!begun) heads[warp][lane] = sum;\n  tails", "  heads[warp][lane] = 0;\n  tails")]),
 ]  # fmt: skip
-
 MUTANTS += mutants_planes.MUTANTS + mutants_sm90.MUTANTS + mutants_sweep.MUTANTS
-
 ZEROS = {"bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double", "tf32": "float"}
 
 

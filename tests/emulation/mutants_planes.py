@@ -35,8 +35,6 @@ PLANTED = [  # name, text, what takes its place
     ("the image stays after a turn", ", image_at += kSide * kStride * kPitch<scalar_t>;", ";"),
     ("the second row reads under the first", "window[i * kStride + tap", "window[tap"),
 ]  # fmt: skip
-
-
 MUTANTS = [
     Mutant(f"planes: {name}", file_of(old, "planes.cu*"), "planes", "bfloat16", old, new, "planes")
     for name, old, new in PLANTED

@@ -114,7 +114,6 @@ PLANTED = [  # name, text, what takes its place
     ("the second group's rows are the first's", "down * 2 * kRows + warp * 16",
      "down * 2 * kRows + warp % 4 * 16"),
 ]  # fmt: skip
-
 OF_SEGMENTS = [  # samples of several lengths
     ("rows behind a segment stay the next one's", "if (pieces > 0) {", "if (pieces > 1000) {"),
     ("a box's rows behind a segment stay", "i < pieces * kBoxes;", "i < pieces * (kBoxes - 1);"),
@@ -137,7 +136,6 @@ OF_SEGMENTS = [  # samples of several lengths
     ("the bias reads behind a segment",
      "extent.rows ? extent.steps(boxes, rectangle) : boxes.steps", "boxes.steps"),
 ]  # fmt: skip
-
 OF_CLUSTERS = [  # of two blocks
     ("a cluster's barriers are used before they are there",
      "if constexpr (kCluster > 1) cluster_barrier();", ""),
@@ -165,8 +163,6 @@ OF_CLUSTERS = [  # of two blocks
     ("the sums of one team's bias over a tile's", "p.schedule.tiles() * kCluster + at.slot",
      "p.schedule.tiles() + at.slot"),
 ]  # fmt: skip
-
-
 MUTANTS = [
     Mutant(f"{layer}: {name}", file_of(old, "*sm90*"), "direct_sm90", "bfloat16", old, new, layer)
     for layer, planted in (
