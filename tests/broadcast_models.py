@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model
+from attach_models import Model
 from torch import nn
 
 N, T, D = 4, 5, 6

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import as_dtype, count, need_native, one_sample, prepared, square, tolerance
+from attach_models import square
+from attach_modes import need_native
+from attach_oracle import as_dtype, count, one_sample, prepared, tolerance
 
 import torchgradx
 

@@ -54,7 +54,7 @@ def seeded() -> Iterator[None]:
 
 @pytest.fixture
 def _native_where_it_is_asked_for(options: dict[str, object]) -> None:
-    from attach_oracle import need_native
+    from attach_modes import need_native
 
     need_native(options)
 

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from attach_oracle import Model
+from attach_models import Model
 from torch import nn
 
 N, T, I, H = 4, 5, 3, 6

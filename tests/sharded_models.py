@@ -5,7 +5,8 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, refusal, square
+from attach_models import Model, square
+from attach_steps import refusal
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint

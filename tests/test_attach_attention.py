@@ -5,21 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    both_dtypes,
-    check,
-    close_named,
-    every_mode,
-    fallback_mode,
-    loop,
-    mlp,
-    need_native,
-    same_gradients,
-    square,
-    square_second,
-)
+from attach_models import Model, mlp, square, square_second
+from attach_modes import a_few_modes, both_dtypes, every_mode, fallback_mode, need_native
+from attach_oracle import check, close_named, loop, same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,21 +7,10 @@ import gc
 
 import pytest
 import torch
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    close_named,
-    exact_step,
-    fallback_mode,
-    joined,
-    loop,
-    mlp,
-    refusal,
-    refused,
-    same_gradients,
-    square,
-)
+from attach_models import Model, mlp, square
+from attach_modes import a_few_modes, fallback_mode
+from attach_oracle import check, close_named, joined, loop, same_gradients
+from attach_steps import exact_step, refusal, refused
 from torch import nn
 from torch.distributed._composable import checkpoint as composable
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint

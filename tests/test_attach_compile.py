@@ -9,18 +9,9 @@ import torch
 import torch._dynamo
 import torch._dynamo.testing
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    close_named,
-    joined,
-    loop,
-    mlp,
-    penalised,
-    refusal,
-    same_gradients,
-    square,
-    under_autocast,
-)
+from attach_models import Model, mlp, penalised, square, under_autocast
+from attach_oracle import close_named, joined, loop, same_gradients
+from attach_steps import refusal
 from torch import nn
 
 import torchgradx

@@ -3,25 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
+from attach_models import Model, square, under_autocast
+from attach_modes import (
     ANY,
-    Model,
     a_few_modes,
-    check,
-    close,
     each_of,
-    exact_or_refused,
-    exact_steps,
     fallback_mode,
-    loop,
-    loop_model,
     native_missing,
     need_native,
-    refused,
-    square,
     title,
-    under_autocast,
 )
+from attach_oracle import check, close, loop, loop_model
+from attach_steps import exact_or_refused, exact_steps, refused
 from clip_oracle import check_clip
 from torch import nn
 from torch.func import functional_call

@@ -7,19 +7,9 @@ import threading
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    close,
-    close_named,
-    every_mode,
-    joined,
-    loop,
-    loop_model,
-    mlp,
-    same_gradients,
-    square,
-)
+from attach_models import Model, mlp, square
+from attach_modes import a_few_modes, every_mode
+from attach_oracle import close, close_named, joined, loop, loop_model, same_gradients
 from test_attach_checkpoint import checkpointed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode

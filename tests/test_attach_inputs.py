@@ -4,20 +4,10 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import (
-    ANY,
-    Model,
-    a_few_modes,
-    check,
-    close,
-    each_of,
-    every_mode,
-    exact_step,
-    loop,
-    per_model,
-    read_or_refused,
-    square,
-)
+from attach_models import Model, square
+from attach_modes import ANY, a_few_modes, each_of, every_mode
+from attach_oracle import check, close, loop, per_model
+from attach_steps import exact_step, read_or_refused
 from test_attach_layers import ELEMENTWISE_LAYERS, KERNEL_LAYERS
 from torch import nn
 

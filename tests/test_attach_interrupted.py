@@ -4,18 +4,10 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import (
-    ANY,
-    VMAP,
-    Model,
-    close,
-    each_of,
-    exact_step,
-    loop_model,
-    refusal,
-    same_gradients,
-    square,
-)
+from attach_models import Model, square
+from attach_modes import ANY, VMAP, each_of
+from attach_oracle import close, loop_model, same_gradients
+from attach_steps import exact_step, refusal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -3,18 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    both_dtypes,
-    check,
-    every_mode,
-    exact_steps,
-    fallback_mode,
-    native_missing,
-    rms_norm,
-    square,
-)
+from attach_models import Model, rms_norm, square
+from attach_modes import a_few_modes, both_dtypes, every_mode, fallback_mode, native_missing
+from attach_oracle import check
+from attach_steps import exact_steps
 from recurrent_models import made, net
 from torch import nn
 

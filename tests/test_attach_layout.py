@@ -4,18 +4,10 @@ sizes, nor taken from a batch of another size."""
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    every_mode,
-    exact_or_refused,
-    exact_steps,
-    fallback_mode,
-    refused,
-    square,
-    square_second,
-)
+from attach_models import Model, square, square_second
+from attach_modes import a_few_modes, every_mode, fallback_mode
+from attach_oracle import check
+from attach_steps import exact_or_refused, exact_steps, refused
 from test_steps_cost import t5
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence

@@ -12,22 +12,10 @@ from functools import partial
 
 import pytest
 import torch
-from attach_oracle import (
-    ANY,
-    Model,
-    a_few_modes,
-    close,
-    every_mode,
-    exact_step,
-    fallback_mode,
-    fingerprint,
-    loop_model,
-    mlp,
-    native_missing,
-    same_gradients,
-    square,
-    title,
-)
+from attach_models import Model, mlp, square
+from attach_modes import ANY, a_few_modes, every_mode, fallback_mode, native_missing, title
+from attach_oracle import close, fingerprint, loop_model, same_gradients
+from attach_steps import exact_step
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint

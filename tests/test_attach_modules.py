@@ -7,20 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    close,
-    close_named,
-    exact_or_refused,
-    exact_steps,
-    loop_model,
-    refusal,
-    refused,
-    rms_norm,
-    square,
-)
+from attach_models import Model, rms_norm, square
+from attach_modes import a_few_modes
+from attach_oracle import check, close, close_named, loop_model
+from attach_steps import exact_or_refused, exact_steps, refusal, refused
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 

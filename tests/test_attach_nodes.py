@@ -6,19 +6,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    ANY,
-    Model,
-    a_few_modes,
-    close_named,
-    exact_steps,
-    loop,
-    native_missing,
-    refusal,
-    square,
-    title,
-    under_autocast,
-)
+from attach_models import Model, square, under_autocast
+from attach_modes import ANY, a_few_modes, native_missing, title
+from attach_oracle import close_named, loop
+from attach_steps import exact_steps, refusal
 from clip_oracle import check_clip
 from torch import nn
 

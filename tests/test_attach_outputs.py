@@ -5,19 +5,10 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    close_named,
-    every_mode,
-    exact_or_refused,
-    loop,
-    refusal,
-    refused,
-    square,
-    title,
-)
+from attach_models import Model, square
+from attach_modes import a_few_modes, every_mode, title
+from attach_oracle import check, close_named, loop
+from attach_steps import exact_or_refused, refusal, refused
 from clip_oracle import check_clip
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence

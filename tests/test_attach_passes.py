@@ -3,24 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    close,
-    close_named,
-    every_mode,
-    exact_step,
-    joined,
-    loop,
-    loop_model,
-    mlp,
-    native_missing,
-    per_model,
-    per_module,
-    refusal,
-    square,
-)
+from attach_models import Model, mlp, square
+from attach_modes import a_few_modes, every_mode, native_missing
+from attach_oracle import check, close, close_named, joined, loop, loop_model, per_model, per_module
+from attach_steps import exact_step, refusal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

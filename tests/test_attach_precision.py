@@ -5,20 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from attach_oracle import (
-    DEVICE,
-    Model,
-    a_few_modes,
-    check,
-    close_named,
-    loop,
-    loop_model,
-    mlp,
-    refusal,
-    same_gradients,
-    square,
-    under_autocast,
-)
+from attach_models import DEVICE, Model, mlp, square, under_autocast
+from attach_modes import a_few_modes
+from attach_oracle import check, close_named, loop, loop_model, same_gradients
+from attach_steps import refusal
 from recurrent_models import computes_halves
 from torch import nn
 from torch.utils._pytree import tree_map_only

@@ -6,25 +6,10 @@ from platform import machine
 
 import pytest
 import torch
-from attach_oracle import (
-    ANY,
-    NATIVE,
-    VMAP,
-    Model,
-    a_few_modes,
-    check,
-    close_named,
-    each_of,
-    every_mode,
-    exact_step,
-    exact_steps,
-    fallback_mode,
-    loop,
-    refused,
-    same_gradients,
-    square,
-    tolerance,
-)
+from attach_models import Model, square
+from attach_modes import ANY, NATIVE, VMAP, a_few_modes, each_of, every_mode, fallback_mode
+from attach_oracle import check, close_named, loop, same_gradients, tolerance
+from attach_steps import exact_step, exact_steps, refused
 from clip_oracle import check_clip
 from recurrent_models import (
     CELLS,

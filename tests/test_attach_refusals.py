@@ -5,24 +5,15 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    close,
-    close_named,
-    every_mode,
+from attach_models import Model, mlp, penalised, square
+from attach_modes import a_few_modes, every_mode, fallback_mode
+from attach_oracle import close, close_named, loop, loop_model, same_gradients
+from attach_steps import (
     exact_or_refused,
     exact_step,
-    fallback_mode,
-    loop,
-    loop_model,
-    mlp,
-    penalised,
     read_or_refused,
     refusal,
     refused,
-    same_gradients,
-    square,
     step_or_refused,
 )
 from torch import nn

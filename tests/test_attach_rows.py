@@ -5,20 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    ANY,
-    Model,
-    a_few_modes,
-    close_named,
-    each_of,
-    exact_step,
-    exact_steps,
-    need_native,
-    read_or_refused,
-    refusal,
-    square,
-    step_or_refused,
-)
+from attach_models import Model, square
+from attach_modes import ANY, a_few_modes, each_of, need_native
+from attach_oracle import close_named
+from attach_steps import exact_step, exact_steps, read_or_refused, refusal, step_or_refused
 from segment_models import WORDS, Experts
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence

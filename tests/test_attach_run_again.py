@@ -6,7 +6,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from attach_oracle import close_named, fallback_mode, joined, loop, read_or_refused, refusal, square
+from attach_models import square
+from attach_modes import fallback_mode
+from attach_oracle import close_named, joined, loop
+from attach_steps import read_or_refused, refusal
 from clip_oracle import bounded, gradients, is_sum, norms_of, weighted
 from torch import nn
 

@@ -6,24 +6,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    ANY,
-    VMAP,
-    Model,
-    a_few_modes,
-    check,
-    close_named,
-    each_of,
-    exact_or_refused,
-    exact_step,
-    fallback_mode,
-    loop,
-    read_or_refused,
-    refused,
-    same_gradients,
-    square,
-    square_second,
-)
+from attach_models import Model, square, square_second
+from attach_modes import ANY, VMAP, a_few_modes, each_of, fallback_mode
+from attach_oracle import check, close_named, loop, same_gradients
+from attach_steps import exact_or_refused, exact_step, read_or_refused, refused
 from broadcast_models import (
     TOKENS,
     WAYS,

@@ -3,19 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    close,
-    every_mode,
-    exact_step,
-    exact_steps,
-    fallback_mode,
-    loop_model,
-    mlp,
-    square,
-)
+from attach_models import Model, mlp, square
+from attach_modes import a_few_modes, every_mode, fallback_mode
+from attach_oracle import check, close, loop_model
+from attach_steps import exact_step, exact_steps
 from torch import nn
 
 import torchgradx

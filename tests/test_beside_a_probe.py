@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, loop, per_model
+from attach_models import Model
+from attach_oracle import close, loop, per_model
 from test_score import C, classifier, entropy, pool
 from torch import nn
 from torch.utils.checkpoint import checkpoint

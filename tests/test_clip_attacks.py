@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, mlp, square
+from attach_models import Model, mlp, square
 from clip_oracle import clipped, is_sum, refuses
 from torch import nn
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import mlp, rms_norm, square
+from attach_models import mlp, rms_norm, square
 from clip_oracle import clipped, is_sum
 from counters import Counter
 from torch import nn

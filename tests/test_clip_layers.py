@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from attach_oracle import Model, each_of, mlp, square, square_second
+from attach_models import Model, mlp, square, square_second
+from attach_modes import each_of
 from broadcast_models import WAYS, D, N, Patches, T, positional, tokens
 from clip_oracle import check_clip, gradients
 from recurrent_models import I, every_kind, every_option, made, net

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from attach_oracle import DEVICE, Model, mlp, square
+from attach_models import DEVICE, Model, mlp, square
 from clip_oracle import bounded, check_clip, clipped, gradients, is_sum, norms_of, refuses, weighted
 from torch import nn
 from torch.utils.checkpoint import checkpoint

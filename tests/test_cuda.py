@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import check, close, loop_model, mlp, square, title
+from attach_models import mlp, square
+from attach_modes import title
+from attach_oracle import check, close, loop_model
 from backends import BACKENDS, to
 from oracle import Conv2d, Linear
 from test_memory import BOUND, CASES, MIB, WIDE

@@ -5,19 +5,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    ANY,
-    Model,
-    close_named,
-    exact_steps,
-    loop,
-    native_missing,
-    refusal,
-    square,
-    step_or_refused,
-    under_autocast,
-)
-from attach_oracle import title as of_options
+from attach_models import Model, square, under_autocast
+from attach_modes import ANY, native_missing
+from attach_modes import title as of_options
+from attach_oracle import close_named, loop
+from attach_steps import exact_steps, refusal, step_or_refused
 from clip_oracle import check_clip
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model
+from attach_models import Model
 from backends import BACKENDS, parameters
 from oracle import Conv2d, Linear
 from oracle_gather import Gather

@@ -7,20 +7,18 @@ import copy
 
 import pytest
 import torch
+from attach_modes import ANY, title
 from attach_oracle import (
-    ANY,
     as_dtype,
     check,
     close,
     close_named,
-    exact_or_refused,
-    exact_step,
     joined,
     loop,
     loop_model,
     same_gradients,
-    title,
 )
+from attach_steps import exact_or_refused, exact_step
 from model_zoo import ROUNDED, ROWS, sample_losses
 from test_attach_modules import under_its_masks
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from attach_oracle import Model, mlp, square
+from attach_models import Model, mlp, square
 from clip_oracle import gradients, group_of
 from torch import nn
 

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 import torch
-from attach_oracle import Model
+from attach_models import Model
 from torch import nn
 
 import torchgradx

@@ -13,7 +13,8 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, mlp, refusal, square
+from attach_models import Model, mlp, square
+from attach_steps import refusal
 
 import torchgradx
 from torchgradx import cli, ops

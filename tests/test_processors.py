@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from attach_oracle import Model, check
+from attach_models import Model
+from attach_oracle import check
 from backends import each_dtype
 from oracle import Linear, assert_sq_norms, case, linear_truth
 from processes import python

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, refusal, square
+from attach_models import Model, square
+from attach_steps import refusal
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_padded_sequence

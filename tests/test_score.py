@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, fingerprint, loop, per_model
+from attach_models import Model
+from attach_oracle import close, fingerprint, loop, per_model
 from torch import nn
 from torch.utils.data import (
     BatchSampler,

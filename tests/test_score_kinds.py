@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, loop, per_model
+from attach_models import Model
+from attach_oracle import close, loop, per_model
 from test_score import C, N, classifier, entropy, pool, score
 from test_token_weights import token_mean
 from torch import nn

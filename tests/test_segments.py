@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from attach_oracle import Model, a_few_modes, close_named, refusal
+from attach_models import Model
+from attach_modes import a_few_modes
+from attach_oracle import close_named
+from attach_steps import refusal
 from segment_models import CASES, D, DeepSet, spread
 from torch import nn
 from torch.nn import functional as F

@@ -12,7 +12,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import ANY, Model, attempt, close_named, loop, mlp, refusal, square, title
+from attach_models import Model, mlp, square
+from attach_modes import ANY, title
+from attach_oracle import close_named, loop
+from attach_steps import attempt, refusal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -10,8 +10,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import DEVICE as NAME
-from attach_oracle import Model, exact_step, loop, refusal, rms_norm, square
+from attach_models import DEVICE as NAME
+from attach_models import Model, rms_norm, square
+from attach_oracle import loop
+from attach_steps import exact_step, refusal
 from counters import Counter
 from test_experts import WAYS as WAYS_OF_EXPERTS
 from test_experts import mixture

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, loop_model
+from attach_models import Model
+from attach_oracle import close, loop_model
 from clip_oracle import gradients
 from torch import nn
 

@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, close_named, fingerprint, loop, per_model, per_module
+from attach_models import Model
+from attach_oracle import close, close_named, fingerprint, loop, per_model, per_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from attach_oracle import mlp, square
+from attach_models import mlp, square
 from torch.utils.data import DataLoader
 
 import torchgradx

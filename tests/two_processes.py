@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from attach_oracle import close_named, joined, loop, refusal, square
+from attach_models import square
+from attach_oracle import close_named, joined, loop
+from attach_steps import refusal
 from clip_oracle import bounded, gradients, norms_of, same, weighted
 from counters import Counter
 from torch import nn
