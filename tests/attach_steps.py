@@ -12,7 +12,7 @@ from attach_oracle import close, close_named, loop, per_model, prepared, same_gr
 import torchgradx
 
 
-def exact_step(probe, model, *batch, loss=square, rtol=1e-9, want=None, twin=None):
+def exact_step(probe, model, *batch, loss=square, rtol=1e-9, want=None, twin=None, exactly=False):
     """A step, and the norms of it and of each parameter: those of the loop; .grad: a twin's."""
     want = loop(model, loss, *batch) if want is None else want
     if twin is not None:
@@ -23,7 +23,7 @@ def exact_step(probe, model, *batch, loss=square, rtol=1e-9, want=None, twin=Non
     close_named(probe.norms(per="parameter"), want, rtol)
     close(probe.norms(), per_model(want), rtol)
     if twin is not None:
-        same_gradients(model, twin, rtol)
+        same_gradients(model, twin, None if exactly else rtol)
 
 
 def refusal(probe, match=None):

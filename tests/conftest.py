@@ -72,11 +72,9 @@ def backend(request: pytest.FixtureRequest) -> object:
 
 
 @pytest.fixture
-def threads() -> Iterator[object]:
-    """torch.set_num_threads, undone."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+def threads() -> object:
+    """torch.set_num_threads, which `seeded` undoes."""
+    return torch.set_num_threads
 
 
 @pytest.fixture

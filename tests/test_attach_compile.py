@@ -226,24 +226,16 @@ def test_autocast_is_that_of_the_eager_model(make, backend, dtype):
         )
 
 
-def functional(m, x):
-    return F.linear(m.l(x), m.l.weight)
-
-
-def mixing(m, x):
-    return m.l(x) + m.l(x).flip(0)
-
-
-def table(m, x):
-    return m.l(x + m.p(torch.arange(x.shape[1])))
-
-
 NEVER = {
-    "a functional use": (lambda: Model(functional, l=nn.Linear(3, 3)), square),
-    "samples that mix": (lambda: Model(mixing, l=nn.Linear(3, 3)), square),
-    "a table of positions": (lambda: Model(table, l=nn.Linear(3, 3), p=nn.Embedding(5, 3)), square),
+    "a functional use": (
+        lambda: Model(lambda m, x: F.linear(m.l(x), m.l.weight), l=nn.Linear(3, 3)), square),
+    "samples that mix": (
+        lambda: Model(lambda m, x: m.l(x) + m.l(x).flip(0), l=nn.Linear(3, 3)), square),
+    "a table of positions": (
+        lambda: Model(lambda m, x: m.l(x + m.p(torch.arange(x.shape[1]))), l=nn.Linear(3, 3),
+                      p=nn.Embedding(5, 3)), square),
     "a penalty on the weights": (mlp, penalised),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "loss"), NEVER.values(), ids=NEVER)

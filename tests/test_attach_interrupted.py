@@ -6,7 +6,7 @@ import pytest
 import torch
 from attach_models import Model, square
 from attach_modes import ANY, VMAP, each_of
-from attach_oracle import close, loop_model, same_gradients
+from attach_oracle import close, loop_model
 from attach_steps import exact_step, refusal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -33,11 +33,6 @@ class Trap(torch.autograd.Function):
         return grad
 
 
-def pair():
-    """Two outputs of a module that runs again in backward: it settles at the backward's end."""
-    return Model(lambda m, x: (x @ m.w, (x * 2) @ m.w), w=torch.randn(3, 3))
-
-
 def tied(m, x):
     x = Trap.apply(m.a(x).tanh())
     return m.b(m.a(x)) + m.b(x)
@@ -60,15 +55,13 @@ def linear():
 # name -> model, and N samples of it
 NETS = {
     "tied": lambda: (Model(tied, a=linear(), b=linear()), torch.randn(N, 3)),
-    "two outputs": lambda: (
-        Model(two_outputs, a=linear(), pair=pair(), b=linear()), torch.randn(N, 3)
-    ),
+    "two outputs": lambda: (  # a module that runs again in backward: it settles at its end
+        Model(two_outputs, a=linear(), b=linear(), pair=Model(
+            lambda m, x: (x @ m.w, (x * 2) @ m.w), w=torch.randn(3, 3))), torch.randn(N, 3)),
     "reentrant": lambda: (Model(reentrant, a=linear(), b=linear(), c=linear()), torch.randn(N, 3)),
     "norms and conv": lambda: (
         nn.Sequential(nn.Conv1d(2, 3, 2), nn.LayerNorm(4), Model(lambda m, x: Trap.apply(x)),
-                      nn.GroupNorm(1, 3), nn.Linear(4, 2)),
-        torch.randn(N, 2, 5),
-    ),
+                      nn.GroupNorm(1, 3), nn.Linear(4, 2)), torch.randn(N, 2, 5)),
 }  # fmt: skip
 nets = pytest.mark.parametrize("net", NETS)
 
@@ -89,17 +82,9 @@ def fails(loss, error=KeyError, **options):
     return caught
 
 
-def nothing_recorded(probe):
-    refusal(probe, "nothing is recorded")
-
-
 def step_is_exact(probe, model, x, options):
-    model.zero_grad()
     twin = copy.deepcopy(model) if options.get("weight_grad", True) else None
-    exact_step(probe, model, x)
-    if twin is not None:
-        square(twin, x).backward()
-        same_gradients(model, twin, None if options.get("fused") is False else 1e-9)
+    exact_step(probe, model, x, twin=twin, exactly=options.get("fused") is False)
 
 
 @modes
@@ -110,7 +95,7 @@ def test_a_failed_backward_leaves_nothing(net, options):
         for error in (KeyError, KeyboardInterrupt):  # the first time at a structure yet unknown
             for _ in range(2):
                 fails(square(model, x), error)
-                nothing_recorded(probe)
+                refusal(probe, "nothing is recorded")
             step_is_exact(probe, model, x, options)
             step_is_exact(probe, model, x, options)
 
@@ -144,7 +129,7 @@ def test_an_exception_at_the_very_end_of_a_backward(options):
         with pytest.raises(KeyError):
             square(model, x).backward()
         handle.remove()
-        nothing_recorded(probe)
+        refusal(probe, "nothing is recorded")
         step_is_exact(probe, model, x, options)
 
 
@@ -177,6 +162,6 @@ def test_a_forward_that_fails_leaves_nothing(net, error, options):
             kept.append(caught)  # and with it the graph
             handle.remove()
             probe.reset()
-            nothing_recorded(probe)
+            refusal(probe, "nothing is recorded")
             assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
             step_is_exact(probe, model, x, options)

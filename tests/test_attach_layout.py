@@ -88,17 +88,6 @@ def experts():
     return Model(routed, r=nn.Linear(3, 3), e0=nn.Linear(3, 3), e1=nn.Linear(3, 3))
 
 
-def pooled():
-    return Model(lambda m, x: m.head(torch.tanh(m.l(x)).mean(1)), l=nn.Linear(3, N),
-                 head=nn.Linear(N, 2))  # fmt: skip
-
-
-def swapped():
-    """Mixes tokens, as in an MLP-mixer: [N, T, D] and [N, D, T], with T = D = N."""
-    return Model(lambda m, x: m.b(torch.tanh(m.a(x.transpose(1, 2))).transpose(1, 2)),
-                 a=nn.Linear(N, N), b=nn.Linear(N, 2))  # fmt: skip
-
-
 UNSAID = {
     "rows n*T+t": (lambda: flattened(False), (N, 5, 3)),
     "rows t*N+n": (lambda: flattened(True), (N, 5, 3)),
@@ -108,9 +97,13 @@ UNSAID = {
     "transposed": (transposed, (N, 5, 3)),
     "transposed, T = N": (transposed, (N, N, 3)),
     "experts": (experts, (N, 5, 3)),
-    "pooled, T = N": (pooled, (N, N, 3)),
-    "tokens mixed, T = D = N": (swapped, (N, N, N)),
-}
+    "pooled, T = N": (
+        lambda: Model(lambda m, x: m.head(torch.tanh(m.l(x)).mean(1)), l=nn.Linear(3, N),
+                      head=nn.Linear(N, 2)), (N, N, 3)),
+    "tokens mixed, T = D = N": (
+        lambda: Model(lambda m, x: m.b(torch.tanh(m.a(x.transpose(1, 2))).transpose(1, 2)),
+                      a=nn.Linear(N, N), b=nn.Linear(N, 2)), (N, N, N)),
+}  # fmt: skip
 
 
 @a_few_modes
@@ -324,10 +317,6 @@ def columns_in_turn(logits, labels):
     return torch.stack([loss, each(logits, labels).mean()]) @ logits.new_tensor([1.0, 2.0])
 
 
-def of_flat_rows(logits, labels):
-    return each(logits.flatten(0, 1), labels.flatten()).view(labels.shape).mean(1).mean()
-
-
 def masked(logits, labels):
     rows = each(logits.mT, labels) * (labels != 0)
     return (rows.sum(1) / (labels != 0).sum(1)).mean()
@@ -337,9 +326,10 @@ LOSSES = {  # of a sample's own classes, or of each of its words
     "focal": (focal, ()),
     "over a count": (lambda o, y: each(o, y).sum() / (y >= 0).sum().clamp(min=1), ()),
     "several in turn": (columns_in_turn, ()),
-    "words in rows": (of_flat_rows, (WORDS,)),
+    "words in rows": (lambda o, y: each(o.flatten(0, 1), y.flatten()).view(y.shape).mean(1).mean(),
+                      (WORDS,)),
     "words, masked": (masked, (WORDS,)),
-}
+}  # fmt: skip
 
 
 @a_few_modes

@@ -124,13 +124,12 @@ def test_a_copy_of_an_attached_model_is_unattached_and_runs_its_own_weights(how,
 
 def activations(model, run):
     """Weak references to every layer's output storage during run(), and what run() returned."""
-    references, handles = [], []
-    for layer in model:
-        handles.append(
-            layer.register_forward_hook(
-                lambda m, args, out: references.append(StorageWeakRef(out.untyped_storage()))
-            )
-        )
+    references = []
+
+    def note(layer, args, out):
+        references.append(StorageWeakRef(out.untyped_storage()))
+
+    handles = [layer.register_forward_hook(note) for layer in model]
     kept = run()
     for handle in handles:
         handle.remove()

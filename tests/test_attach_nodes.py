@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from attach_models import Model, square, under_autocast
 from attach_modes import ANY, a_few_modes, native_missing, title
 from attach_oracle import close_named, loop
-from attach_steps import exact_steps, refusal
+from attach_steps import exact_step, exact_steps, refusal
 from clip_oracle import check_clip
 from torch import nn
 
@@ -46,14 +46,9 @@ def residuals(channels):
         norm.act = nn.Identity()
     stem = nn.Sequential(nn.Conv2d(3, channels, 1), Norm(channels).eval())
     gate = nn.Conv2d(channels, channels, 1)
-    parts = {
-        "stem": stem,
-        "gate": gate,
-        "convs": convs,
-        "norms": norms,
-        "head": nn.Linear(channels, 2),
-    }
-    return Model(residual, **parts), torch.randn(N, 3, 5, 5)
+    head = nn.Linear(channels, 2)
+    model = Model(residual, stem=stem, gate=gate, convs=convs, norms=norms, head=head)
+    return model, torch.randn(N, 3, 5, 5)
 
 
 class Windows(nn.Module):
@@ -69,10 +64,8 @@ class Windows(nn.Module):
         bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
         qkv = F.linear(x, self.qkv.weight, bias)
         q, k, v = qkv.view(*x.shape[:2], 3, 3, 2).permute(2, 0, 3, 1, 4).unbind(0)
-        weights = (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.scale.exp()).softmax(
-            -1
-        )
-        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.scale.exp()
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 def windowed(m, x):
@@ -104,9 +97,7 @@ def test_branches_that_begin_as_zeros(name, moves, options):
     probe = torchgradx.attach(model, **options)
     for _ in range(4):
         twin = copy.deepcopy(model)
-        model.zero_grad()
-        square(model, x).backward()
-        close_named(probe.norms(per="parameter"), loop(twin, square, x))
+        exact_step(probe, model, x)
         square(twin, x).backward()
         if moves:
             with torch.no_grad():
@@ -269,8 +260,7 @@ def test_recurrent_layers_run_once_under_autocast(kind, batch_first, options):
                 x = torch.randn(N, T, 3)
                 want = loop(model, loss, x, dtype=torch.float32)
                 calls.clear()
-                loss(model, x).backward()
-                close_named(probe.norms(per="parameter"), want, 3e-2)
+                exact_step(probe, model, x, loss=loss, rtol=3e-2, want=want)
                 assert len(calls) == isinstance(recurrent, Counted)
             assert "replay" not in probe.explain() or native_missing()
 

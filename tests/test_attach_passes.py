@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attach_models import Model, mlp, square
 from attach_modes import a_few_modes, every_mode, native_missing
 from attach_oracle import check, close, close_named, joined, loop, loop_model, per_model, per_module
@@ -22,25 +21,6 @@ def model():
 
 def samples(n=N):
     return torch.randn(n, 3, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("options", [{}, {"backend": "vmap"}, {"weight_grad": False}], ids=str)
-def test_the_worked_example_of_gradient_accumulation(options):
-    x, expected = torch.tensor([4.0, 2.0]), torch.tensor([32.0, 8.0])
-    slope = Model(lambda m, x: m.w * x, w=torch.ones(()))
-    with torchgradx.attach(slope, **options) as probe:
-        F.mse_loss(slope(x), 2 * x).backward()
-        assert torch.equal(probe.norms(), expected)
-        assert torch.equal(probe.norms(per="module")[""], expected)
-        if not options:
-            assert slope.w.grad == -20
-    with torchgradx.attach(slope, loss_scale=0.5, **options) as probe:
-        for one in x:
-            (F.mse_loss(slope(one[None]), 2 * one[None]) * 0.5).backward()
-        assert torch.equal(probe.norms(), expected)
-    with torchgradx.attach(slope, loss_reduction="sum", **options) as probe:
-        F.mse_loss(slope(x), 2 * x, reduction="sum").backward()
-        assert torch.equal(probe.norms(), expected)
 
 
 @every_mode

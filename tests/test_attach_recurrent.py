@@ -8,7 +8,7 @@ import pytest
 import torch
 from attach_models import Model, square
 from attach_modes import ANY, NATIVE, VMAP, a_few_modes, each_of, every_mode, fallback_mode
-from attach_oracle import check, close_named, loop, same_gradients, tolerance
+from attach_oracle import check, tolerance
 from attach_steps import exact_step, exact_steps, refused
 from clip_oracle import check_clip
 from recurrent_models import (
@@ -329,19 +329,12 @@ def test_with_gradients_of_the_framework_a_module_runs_once_more_and_not_for_eac
 @native_mode
 @every_way
 def test_every_step_is_exact(make, options):
-    model = make()
-    twin = copy.deepcopy(model)
+    model, exactly = make(), options.get("fused") is False
+    twin = copy.deepcopy(model) if options.get("weight_grad", True) else None
     with torchgradx.attach(model, **options) as probe:
         for samples, steps in zip([N, N, N + 1, N, N], [STEPS, STEPS, STEPS, 1, 2], strict=True):
-            x = torch.randn(samples, steps, WIDE)
-            for m in (model, twin):
-                m.zero_grad()
-                square(m, x).backward()
-            rtol = tolerance(model, torch.float32)
-            close_named(probe.norms(per="parameter"), loop(model, square, x), rtol)
-            if options.get("weight_grad", True):
-                exactly = options.get("fused") is False
-                same_gradients(model, twin, None if exactly else rtol)
+            x, rtol = torch.randn(samples, steps, WIDE), tolerance(model, torch.float32)
+            exact_step(probe, model, x, rtol=rtol, twin=twin, exactly=exactly)
 
 
 @served

@@ -83,19 +83,16 @@ def test_a_backward_that_creates_a_graph_is_exact_or_refused(options):
 D = 6
 
 
-def odd():
-    """No kernel has it."""
-    return Model(lambda m, x: torch.sin(x * m.w), w=torch.randn(2 * D))
-
-
-def attending(m, x):
-    return m.a(*[x.view(len(x), 2, D)] * 3)[0].flatten(1)
-
-
 PARTS = {  # of x [N, 2 D]
     "linear": lambda: nn.Sequential(nn.Linear(2 * D, D), nn.Linear(D, 2 * D)),
-    "attention": lambda: Model(attending, a=nn.MultiheadAttention(D, 2, batch_first=True)),
-    "no kernel": lambda: nn.Sequential(nn.Linear(2 * D, 2 * D), odd()),
+    "attention": lambda: Model(lambda m, x: m.a(*[x.view(len(x), 2, D)] * 3)[0].flatten(1),
+                               a=nn.MultiheadAttention(D, 2, batch_first=True)),
+    "no kernel": lambda: nn.Sequential(
+        nn.Linear(2 * D, 2 * D), Model(lambda m, x: torch.sin(x * m.w), w=torch.randn(2 * D))),
+}  # fmt: skip
+ASTRAY = {
+    "a part": lambda model, x: square(model.body, x),
+    "by forward": lambda model, x: square(model.forward, x),
 }
 parts = pytest.mark.parametrize("part", PARTS)
 
@@ -108,20 +105,12 @@ def with_part(part, options):
     return model.double(), torch.randn(N, 2 * D).double()
 
 
-def alone(model, x):
-    return model.body(x).square().sum(1).mean()
-
-
-def by_forward(model, x):
-    return model.forward(x).square().sum(1).mean()
-
-
 @every_mode
 @parts
 @pytest.mark.parametrize("read", ["at first", "after a read"])
-@pytest.mark.parametrize("astray", [alone, by_forward])
-def test_is_refused_and_then_forgotten(part, astray, read, options):
-    model, x = with_part(part, options)
+@pytest.mark.parametrize("way", ASTRAY)
+def test_is_refused_and_then_forgotten(part, way, read, options):
+    (model, x), astray = with_part(part, options), ASTRAY[way]
     want, twin = loop_model(model, square, x), copy.deepcopy(model)
     with torchgradx.attach(model, **options) as probe:
         if read == "after a read":
@@ -130,7 +119,7 @@ def test_is_refused_and_then_forgotten(part, astray, read, options):
         model.zero_grad()
         astray(model, 2 * x).backward()
         error = refusal(probe, "outside of the model's own")
-        concerned = dict(model.named_parameters() if astray is by_forward else
+        concerned = dict(model.named_parameters() if way == "by forward" else
                          model.body.named_parameters(prefix="body"))  # fmt: skip
         assert set(error.parameters) == set(concerned)
         astray(twin, 2 * x).backward()

@@ -39,10 +39,6 @@ def in_a_tensor(kept, y):
     return y * kept
 
 
-def drawn(kept, y):
-    return y * torch.rand(4, generator=kept).to(y)
-
-
 def by_rows(model, x):
     """The norms of each sample's part in the loss of all, which what is kept may depend on."""
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -55,8 +51,9 @@ def by_rows(model, x):
 MEMORIES = {
     "a dict": (in_a_dict, dict),
     "a tensor": (in_a_tensor, lambda: torch.zeros(())),
-    "a generator": (drawn, lambda: torch.Generator().manual_seed(0)),
-}
+    "a generator": (lambda kept, y: y * torch.rand(4, generator=kept).to(y),
+                    lambda: torch.Generator().manual_seed(0)),
+}  # fmt: skip
 
 
 @fallback_mode

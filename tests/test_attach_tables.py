@@ -2,6 +2,7 @@
 each way in which samples meet it."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -208,12 +209,7 @@ def test_batches_of_other_sizes_follow(name, options):
         exact_step(probe, model, x)
 
 
-def checkpointed(function, *args):
-    return checkpoint(function, *args, use_reentrant=False)
-
-
-def reentrant(function, *args):
-    return checkpoint(function, *args, use_reentrant=True)
+checkpointed = partial(checkpoint, use_reentrant=False)
 
 
 def offloaded(function, *args):
@@ -221,17 +217,13 @@ def offloaded(function, *args):
         return function(*args)
 
 
-def nested(function, *args):
-    return checkpointed(lambda *args: checkpointed(function, *args), *args)
-
-
-def offloaded_inputs(function, *args):
-    with save_on_cpu():
-        return checkpointed(function, *args)
-
-
-AROUND = {"checkpoint": checkpointed, "reentrant": reentrant, "offloaded": offloaded,
-          "nested": nested, "inputs offloaded": offloaded_inputs}  # fmt: skip
+AROUND = {
+    "checkpoint": checkpointed,
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "offloaded": offloaded,
+    "nested": lambda function, *args: checkpointed(partial(checkpointed, function), *args),
+    "inputs offloaded": partial(offloaded, checkpointed),
+}
 MAY_REFUSE = {"stacked"}  # each sample alone: its nodes hold no row for the others
 
 

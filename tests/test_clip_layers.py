@@ -38,13 +38,8 @@ def test_each_layer(name, options):
 @native_paths
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_numbers(dtype, options):
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.GroupNorm(2, 8),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(200, 5),
-    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(),
+                          nn.Flatten(), nn.Linear(200, 5))  # fmt: skip
     check_clip(model, square, torch.randn(6, 3, 5, 5), dtype=dtype, **options)
 
 
@@ -101,9 +96,8 @@ MODELS = {  # and the shapes of what they are given
 @pytest.mark.parametrize("name", MODELS)
 def test_each_model(name, options):
     make, shapes = MODELS[name]
-    check_clip(
-        make(), square, *([torch.randn(shape) for shape in shapes] or [tokens(t=6)]), **options
-    )
+    inputs = [torch.randn(shape) for shape in shapes] or [tokens(t=6)]
+    check_clip(make(), square, *inputs, **options)
 
 
 @native_paths
@@ -114,14 +108,11 @@ def test_what_no_sample_enters(way, options):
     check_clip(model, square, torch.randn(N, T, D), **options)
 
 
-def rows(m, x):
-    return m.b(torch.tanh(m.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2])
-
-
 @paths
 @pytest.mark.parametrize("a", [nn.Linear(3, 3), nn.PReLU(3)], ids=["linear", "prelu"])
 def test_rows_of_sequences(a, options):
-    model = Model(rows, a=a, b=nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)))
+    model = Model(lambda m, x: m.b(torch.tanh(m.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2]),
+                  a=a, b=nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)))  # fmt: skip
     check_clip(model, square, torch.randn(N, T, 3), **options)
     check_clip(model, square_second, torch.randn(T, N, 3), dims=1, batch_dim=1, **options)
 

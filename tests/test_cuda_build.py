@@ -39,10 +39,6 @@ def clean(monkeypatch):
     return monkeypatch
 
 
-def torch_of(cuda):
-    return SimpleNamespace(version=SimpleNamespace(cuda=cuda))
-
-
 def test_a_wrapper_of_nvcc_on_the_path_is_seen_through(clean, tmp_path):
     home = toolkit_in(tmp_path / "cuda")
     wrapper = tmp_path / "bin/nvcc"
@@ -69,7 +65,7 @@ def test_when_cuda_kernels_are_left_out(clean, tmp_path, wanted, torchs, found, 
     if wanted is not None:
         clean.setenv("TORCHGRADX_CUDA", wanted)
     home = toolkit_in(tmp_path / "cuda") if found else None
-    why = cuda_toolkit.why_not(home, torch_of(torchs))
+    why = cuda_toolkit.why_not(home, SimpleNamespace(version=SimpleNamespace(cuda=torchs)))
     assert why is None if reason is None else why.startswith(reason)
 
 

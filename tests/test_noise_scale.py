@@ -1,6 +1,7 @@
 """NoiseScale against closed forms, and against all gradients of single samples."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -220,15 +221,14 @@ def zero_between(model, to_none=True):
     half_square(model, POINTS[2:]).backward()
 
 
-def zero_in_place_between(model):
-    zero_between(model, to_none=False)
+CHANGES = {
+    "zeroed": zero_between,
+    "zeroed in place": partial(zero_between, to_none=False),
+    "clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+}
 
 
-def clip_after(model):
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
-@pytest.mark.parametrize("change", [zero_between, zero_in_place_between, clip_after])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_grad_that_was_changed_is_refused_where_what_backwards_leave_is_marked(change):
     model, noise = quadratic(), NoiseScale()
     with torchgradx.attach(model, clip=True) as probe:

@@ -12,17 +12,7 @@ import torch.nn.functional as F
 from attach_models import Model
 from attach_oracle import close, fingerprint, loop, per_model
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    StackDataset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, StackDataset, TensorDataset
 
 import torchgradx
 from torchgradx import scoring
@@ -47,17 +37,14 @@ def score(model, loader, loss_fn=F.cross_entropy, **options):
     return torchgradx.score(model, loss_fn, loader, progress=False, **options)
 
 
-def forever(n):
-    """Batches with replacement, of sizes that vary, without an end."""
-    return ([random.randrange(n) for _ in range(1 + k % 5)] for k in itertools.count())
-
-
 class Forever:
+    """Batches with replacement, of sizes that vary, without an end."""
+
     def __iter__(self):
-        return forever(N)
+        return ([random.randrange(N) for _ in range(1 + k % 5)] for k in itertools.count())
 
 
-class ByList(Dataset):
+class ByList(torch.utils.data.Dataset):
     """Indexed by whole batches."""
 
     def __init__(self, data):
@@ -80,8 +67,12 @@ LOADERS = {
     "shuffled": lambda d: DataLoader(d, 4, shuffle=True),
     "the last dropped": lambda d: DataLoader(d, 5, shuffle=True, drop_last=True),
     "one batch": lambda d: DataLoader(d, 100),
-    "a subset": lambda d: DataLoader(d, 4, sampler=SubsetRandomSampler([3, 1, 19])),
-    "drawn with weights": lambda d: DataLoader(d, 4, sampler=WeightedRandomSampler([1.0] * N, 50)),
+    "a subset": lambda d: DataLoader(
+        d, 4, sampler=torch.utils.data.SubsetRandomSampler([3, 1, 19])
+    ),
+    "drawn with weights": lambda d: DataLoader(
+        d, 4, sampler=torch.utils.data.WeightedRandomSampler([1.0] * N, 50)
+    ),
     "batches of one's own": lambda d: DataLoader(d, batch_sampler=[[5, 3, 3], [7], [20, 1, 0, 4]]),
     "batches forever": lambda d: DataLoader(d, batch_sampler=Forever()),
     "indexed by batches": whole_batches,
@@ -252,13 +243,9 @@ def test_a_pool_is_attached_once_and_needs_the_memory_of_a_batch(monkeypatch):
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
-class Stream(IterableDataset):
+class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(pool())
-
-
-def lossy(samples):
-    return torch.utils.data.default_collate(samples[:-1])
 
 
 def test_arguments_are_refused_by_name(tmp_path):
@@ -266,6 +253,7 @@ def test_arguments_are_refused_by_name(tmp_path):
     frozen, one_class = classifier().requires_grad_(False), nn.Linear(5, 1).double()
     two = ["norm", "loss"]
     loader = DataLoader(data, 4)
+    lossy = lambda samples: torch.utils.data.default_collate(samples[:-1])  # noqa: E731
     for kind, words, call in (
         (TypeError, "iterable", lambda: score(model, DataLoader(Stream(), 4))),
         (TypeError, "DataLoader; got list", lambda: score(model, [1])),

@@ -129,15 +129,9 @@ SIZES = [3, 5, 2, 4, 7, 2]
 
 
 def graphs():
-    generator = torch.Generator().manual_seed(5)
-    return [
-        (
-            torch.randn(size, D, generator=generator, dtype=torch.float64),
-            ring(size, 2, generator),
-            torch.randint(0, 3, (), generator=generator),
-        )
-        for size in SIZES
-    ]
+    g = torch.Generator().manual_seed(5)
+    return [(torch.randn(size, D, generator=g, dtype=torch.float64), ring(size, 2, g),
+             torch.randint(0, 3, (), generator=g)) for size in SIZES]  # fmt: skip
 
 
 def concatenated(samples):

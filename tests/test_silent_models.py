@@ -131,15 +131,6 @@ def no_proof(function, again):
         lambda x: Same.apply(function(x)))  # fmt: skip
 
 
-def flipped_inside(again):
-    return Model(lambda m, x: no_proof(lambda h: m.b(torch.tanh(h.flip(0))), again)(m.i(x)),
-                 i=nn.Linear(3, 3), b=nn.Linear(3, 2))  # fmt: skip
-
-
-def apart_inside(again):
-    return Model(lambda m, x: no_proof(m.b, again)(m.i(x)), i=nn.Linear(3, 3), b=mlp())
-
-
 def loss_alone(mixes):
     def forward(m, x):
         h = torch.tanh(m.r(x))
@@ -165,15 +156,6 @@ def meeting(way, frozen):
     return Model(forward, r=nn.Linear(3, 2), frozen=nn.Linear(3, 2).requires_grad_(False))
 
 
-def given_a_neighbours_ids():
-    return Model(lambda m, ids: m.l(m.e(F.pad(ids, (0, 0, 1, -1)))).flatten(1),
-                 e=nn.Embedding(9, 3), l=nn.Linear(3, 2))  # fmt: skip
-
-
-def over_the_largest_count():
-    return Model(lambda m, x, k: m.l(x * (k / k.max())[:, None]), l=nn.Linear(3, 2))
-
-
 def between(way):
     return Model(lambda m, x: m.b(way(F.softplus(m.a(x)))), a=nn.Linear(4, 3), b=nn.Linear(3, 3))
 
@@ -196,8 +178,12 @@ for name, (way, verdict) in MEETINGS.items():
         add(f"meets {whose}: {name}", verdict, partial(meeting, way, frozen), X3)
 for name, (way, verdict) in BETWEEN.items():
     add(f"between: {name}", verdict, partial(between, way), X4)
-add("ids: padded and cut", SILENT, given_a_neighbours_ids, torch.randint(0, 9, (N, T)))
-add("a count over the largest", SILENT, over_the_largest_count, X3, torch.arange(1, N + 1))
+add("ids: padded and cut", SILENT, lambda: Model(
+    lambda m, ids: m.l(m.e(F.pad(ids, (0, 0, 1, -1)))).flatten(1), e=nn.Embedding(9, 3),
+    l=nn.Linear(3, 2)), torch.randint(0, 9, (N, T)))  # fmt: skip
+add("a count over the largest", SILENT, lambda: Model(
+    lambda m, x, k: m.l(x * (k / k.max())[:, None]), l=nn.Linear(3, 2)),
+    X3, torch.arange(1, N + 1))  # fmt: skip
 add("a queue that has this batch", SILENT, partial(with_queue, queue), X3)
 add("a buffer of its own rows", EXACT, partial(with_queue, own_rows), X3)
 for name, norm in {"": nn.BatchNorm1d(3), " without weights": nn.BatchNorm1d(3, affine=False),
@@ -206,8 +192,11 @@ for name, norm in {"": nn.BatchNorm1d(3), " without weights": nn.BatchNorm1d(3, 
         torch.randn(N, T, 5))  # fmt: skip
 for again in (False, True):
     where = "a reentrant checkpoint" if again else "a Function of the user's"
-    add(f"{where}: flipped", SILENT, partial(flipped_inside, again), X3)
-    add(f"{where}: apart", EXACT, partial(apart_inside, again), X3)
+    add(f"{where}: flipped", SILENT, lambda again=again: Model(
+        lambda m, x: no_proof(lambda h: m.b(torch.tanh(h.flip(0))), again)(m.i(x)),
+        i=nn.Linear(3, 3), b=nn.Linear(3, 2)), X3)  # fmt: skip
+    add(f"{where}: apart", EXACT, lambda again=again: Model(
+        lambda m, x: no_proof(m.b, again)(m.i(x)), i=nn.Linear(3, 3), b=mlp()), X3)  # fmt: skip
 add("a loss alone", EXACT, partial(loss_alone, False), X3, loss=as_returned)
 add("a loss alone, mixed", SILENT, partial(loss_alone, True), X3, loss=as_returned)
 

@@ -30,15 +30,6 @@ def entropy(model, *batch):
     return F.cross_entropy(model(*inputs), y)
 
 
-def two_inputs():
-    return Model(lambda m, left, right: m.head(torch.tanh(m.a(left) * m.b(right))),
-                 a=nn.Linear(3, 4), b=nn.Linear(2, 4), head=nn.Linear(4, 5))  # fmt: skip
-
-
-def pack(kind, left, right):
-    return (left, right) if kind == "tuple" else {"right": right, "left": left}
-
-
 # ---- grad_norms ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_grad_norms_gives_every_samples_norm_and_the_parts_of_it(dtype):
@@ -56,10 +47,12 @@ def test_grad_norms_gives_every_samples_norm_and_the_parts_of_it(dtype):
 
 @pytest.mark.parametrize("kind", ["tuple", "dict"])
 def test_inputs_may_be_a_tuple_or_a_dictionary(kind):
-    model, y = two_inputs().double(), torch.randint(0, 5, (N,))
+    model = Model(lambda m, left, right: m.head(torch.tanh(m.a(left) * m.b(right))),
+                  a=nn.Linear(3, 4), b=nn.Linear(2, 4), head=nn.Linear(4, 5)).double()  # fmt: skip
+    y = torch.randint(0, 5, (N,))
     left, right = torch.randn(N, 3).double(), torch.randn(N, 2).double()
     want = per_model(loop(model, entropy, left, right, y))
-    inputs = pack(kind, left, right)
+    inputs = (left, right) if kind == "tuple" else {"right": right, "left": left}
     close(torchgradx.grad_norms(model, F.cross_entropy, inputs, y), want)
     assert str(torchgradx.verify(model, F.cross_entropy, inputs, y))
 

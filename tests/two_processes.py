@@ -3,16 +3,16 @@ against the loop over them. Run by test_two_processes.py, once for all."""
 
 import contextlib
 import datetime
-import functools
 import os
 import traceback
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from attach_models import square
+from attach_models import Model, square
 from attach_oracle import close_named, joined, loop
 from attach_steps import refusal
 from clip_oracle import bounded, gradients, norms_of, same, weighted
@@ -89,10 +89,6 @@ def sharded(**options):
         return model
 
     return wrap
-
-
-def sharded_root(model):
-    return fully_shard(model, reshard_after_forward=True) or model
 
 
 def split(model):
@@ -188,20 +184,11 @@ def half_precision(options):
     close_named(got, loop(single, square, x), 24 * 2**-8)
 
 
-class Skips(nn.Module):
-    """Uses a layer where there are three samples or more: on rank 0."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.a(x) if len(x) < 3 else self.b(self.a(x))
-
-
 def skips():
+    """Uses a layer where there are three samples or more: on rank 0."""
     torch.manual_seed(0)
-    return Skips().double()
+    return Model(lambda m, x: m.a(x) if len(x) < 3 else m.b(m.a(x)),
+                 a=nn.Linear(3, 3), b=nn.Linear(3, 3)).double()  # fmt: skip
 
 
 def clipping(make, wrap, where, options, bound=0.5):
@@ -271,17 +258,16 @@ def a_sharded_layer_is_left_as_it_was():
 
 
 # ---- The table -----------------------------------------------------------------------------------
-def _table(rank):
-    """{name: (what to run, *its arguments)}"""
+def scenarios(rank, folder):
+    """{name: what to run}"""
     table = {}
 
     def add(name, wrap, where=("before",), modes=tuple(MODES), make=net, **how):
         for place in where:
             for mode in modes:
-                table[f"{name}, {place}, {mode}"] = (steps, make, wrap, place, MODES[mode], how)
-
-    def kind(**kinds):
-        return lambda: net(**kinds)
+                table[f"{name}, {place}, {mode}"] = partial(
+                    steps, make, wrap, place, MODES[mode], **how
+                )
 
     inside_or_out = ("before", "inside", "outside")
     few = ("fused", "vmap")
@@ -292,54 +278,45 @@ def _table(rank):
     add("DDP, buckets as views", ddp(gradient_as_bucket_view=True, bucket_cap_mb=1e-4),
         ("outside",), few)  # fmt: skip
     add("DDP, checkpointed", ddp(), ("before", "outside"), ("fused", "beside"),
-        kind(reentrant=False))  # fmt: skip
+        partial(net, reentrant=False))  # fmt: skip
     add("DDP, checkpointed reentrantly", ddp(static_graph=True), ("inside", "outside"),
-        ("fused", "beside"), kind(reentrant=True))  # fmt: skip
-    add("DDP, recurrent", ddp(), ("before", "outside"), ("fused",), kind(extra=True))
+        ("fused", "beside"), partial(net, reentrant=True))  # fmt: skip
+    add("DDP, recurrent", ddp(), ("before", "outside"), ("fused",), partial(net, extra=True))
     add("FSDP", sharded(), ("before", "inside"), counted=True)
-    add("FSDP, recurrent", sharded(), ("before", "inside"), few, kind(extra=True),
+    add("FSDP, recurrent", sharded(), ("before", "inside"), few, partial(net, extra=True),
         shapes=((5, T),) * 2)  # fmt: skip
     # What the root multiplies is as wide as there are samples, and it cannot be run again.
-    add("FSDP, recurrent, as many features", sharded(), ("before", "inside"), few, kind(extra=True),
-        refused=["scale"])  # fmt: skip
+    add("FSDP, recurrent, as many features", sharded(), ("before", "inside"), few,
+        partial(net, extra=True), refused=["scale"])  # fmt: skip
     unequal = [[(4, 5), (1, 5)], [(3, 5), (4, 5)], [(5, 5), (4, 3)]]
     shapes = [by_rank[rank] for by_rank in unequal]
     add("DDP, unequal batches", ddp(), ("inside", "outside"), few, shapes=shapes)
     # Where sizes leave a doubt (5 samples of 5 positions) a proof would have to gather.
-    shapes = shapes[:2]
-    for name, wrap in (("FSDP", sharded()), ("FSDP of the root", sharded_root)):
+    shapes, root = shapes[:2], lambda model: fully_shard(model, reshard_after_forward=True) or model
+    for name, wrap in (("FSDP", sharded()), ("FSDP of the root", root)):
         add(f"{name}, unequal batches", wrap, ("before", "inside"), few, shapes=shapes,
             counted=True)  # fmt: skip
     names = [name for name, _ in net().named_parameters()]
     add("tensor parallel", split, ("before",), refused=names)
     add("tensor parallel", split, ("inside",), few, refused=names)
     for mode, options in MODES.items():
-        table[f"accumulation, {mode}"] = (accumulation, options)
-        table[f"FSDP in half precision, {mode}"] = (half_precision, options)
+        table[f"accumulation, {mode}"] = partial(accumulation, options)
+        table[f"FSDP in half precision, {mode}"] = partial(half_precision, options)
     views = ddp(gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
-    for where in inside_or_out:
-        for mode in (*few, "norms"):
-            table[f"clipping, {where}, {mode}"] = (clipping, net, ddp(), where, MODES[mode])
-    table["clipping, buckets as views"] = (clipping, net, views, "outside", {})
     unused = ddp(find_unused_parameters=True)
-    table["clipping, a layer of one rank"] = (clipping, skips, unused, "outside", {})
-    table["clipping, buckets as views, norms"] = (clipping, net, views, "outside", MODES["norms"])
-    table["clipping, a layer of one rank, norms"] = (
-        clipping, skips, unused, "outside", MODES["norms"]
-    )  # fmt: skip
-    table["clipping, sharded"] = (sharded_gradients_are_not_clipped,)
-    table["flat parameters"] = (flat_parameters,)
-    table["a sharded layer"] = (a_sharded_layer_is_left_as_it_was,)
+    for mode in (*few, "norms"):
+        for where in inside_or_out:
+            run = partial(clipping, net, ddp(), where, MODES[mode])
+            table[f"clipping, {where}, {mode}"] = run
+        if mode != "vmap":
+            run = partial(clipping, net, views, "outside", MODES[mode])
+            table[f"clipping, buckets as views, {mode}"] = run
+            run = partial(clipping, skips, unused, "outside", MODES[mode])
+            table[f"clipping, a layer of one rank, {mode}"] = run
+    table["clipping, sharded"] = sharded_gradients_are_not_clipped
+    table["flat parameters"] = flat_parameters
+    table["a sharded layer"] = a_sharded_layer_is_left_as_it_was
     return table
-
-
-def scenarios(rank, folder):
-    return {name: _bound(*entry) for name, entry in _table(rank).items()}
-
-
-def _bound(run, *arguments):
-    how = arguments[-1] if run is steps else {}
-    return functools.partial(run, *(arguments[:-1] if run is steps else arguments), **how)
 
 
 def _work(rank, table, folder):
