@@ -51,14 +51,8 @@ def gradients(indices: Tensor, grads: Tensor, v: int, padding_idx: int | None) -
     return torch.cat(each)
 
 
-def assert_sq_norms(
-    actual: Tensor,  # [N]
-    indices: Tensor,
-    grads: Tensor,
-    v: int,
-    padding_idx: int | None,
-    kind: Kind,
-) -> None:
+def assert_sq_norms(actual, indices, grads, v, padding_idx, kind):
+    """actual: [N]"""
     dtype = grads.dtype
     g = gradients(indices, grads, v, padding_idx)
     magnitude = gradients(indices, grads.abs(), v, padding_idx)
