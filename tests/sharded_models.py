@@ -16,49 +16,37 @@ T, WIDTH = 6, 8
 
 
 # ---- Models --------------------------------------------------------------------------------------
-class Block(nn.Module):
+def block():
     """A layer scale of its own, beside layers that may be sharded apart from it."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x):
-        return x + self.scale * torch.tanh(self.layer(self.norm(x)))
+    layers = {"norm": nn.LayerNorm(WIDTH), "layer": nn.Linear(WIDTH, WIDTH)}
+    return Model(lambda m, x: x + m.scale * torch.tanh(m.layer(m.norm(x))), **layers,
+                 scale=torch.linspace(0.5, 1.5, WIDTH))  # fmt: skip
 
 
-class ViT(nn.Module):
+def vit(reentrant=None):
     """A class token, a table of positions and a layer scale in the root."""
 
-    def __init__(self, reentrant=None):
-        super().__init__()
-        self.reentrant = reentrant
-        self.into, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
-        self.cls = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.positions = nn.Parameter(torch.randn(1, T + 1, WIDTH))
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.scale = nn.Parameter(torch.linspace(1.5, 0.5, WIDTH))
+    def forward(m, x):
+        x = torch.cat([m.cls.expand(len(x), -1, -1), m.into(x)], 1) + m.positions
+        for block in m.blocks:
+            x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+        return m.out(x * m.scale)
 
-    def forward(self, x):
-        x = torch.cat([self.cls.expand(len(x), -1, -1), self.into(x)], 1) + self.positions
-        for block in self.blocks:
-            kind = self.reentrant
-            x = block(x) if kind is None else checkpoint(block, x, use_reentrant=kind)
-        return self.out(x * self.scale)
+    return Model(forward, into=nn.Linear(3, WIDTH), out=nn.Linear(WIDTH, 2),
+                 cls=torch.randn(1, 1, WIDTH), positions=torch.randn(1, T + 1, WIDTH),
+                 blocks=nn.ModuleList([block(), block()]),
+                 scale=torch.linspace(1.5, 0.5, WIDTH))  # fmt: skip
 
 
-class Chain(nn.Module):
-    def __init__(self, *blocks):
-        super().__init__()
-        self.into, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        x = torch.tanh(self.into(x))
-        for block in self.blocks:
+def chain(*blocks):
+    def forward(m, x):
+        x = torch.tanh(m.into(x))
+        for block in m.blocks:
             x = block(x)
-        return self.out(x)
+        return m.out(x)
+
+    return Model(forward, into=nn.Linear(3, WIDTH), out=nn.Linear(WIDTH, 2),
+                 blocks=nn.ModuleList(blocks))  # fmt: skip
 
 
 def uncalled(checkpointed=False):
@@ -95,13 +83,13 @@ ROWS = {
 def reshaped(into, back):
     """A layer between reshapes of what it is given and what it gives."""
     rows = Model(lambda m, x: back(m.layer(into(x))), layer=nn.Linear(WIDTH, WIDTH))
-    return Chain(rows, scale())
+    return chain(rows, scale())
 
 
 def token():
     """Calls a block on what no sample entered."""
     return Model(lambda m, x: m.out(torch.tanh(m.into(x)) + m.blocks[0](m.token)),
-                 token=torch.randn(1, 1, WIDTH), blocks=nn.ModuleList([Block()]),
+                 token=torch.randn(1, 1, WIDTH), blocks=nn.ModuleList([block()]),
                  into=nn.Linear(3, WIDTH), out=nn.Linear(WIDTH, 2))  # fmt: skip
 
 
@@ -169,16 +157,16 @@ def rows(mode):
         for plan, reentrant in PLANS.items():
             if (way == "by layer" and plan != "plain") or ("," in way and mode == "vmap"):
                 continue
-            yield f"{plan}, {way}", exact, functools.partial(ViT, reentrant), shard, {}, {}
+            yield f"{plan}, {way}", exact, functools.partial(vit, reentrant), shard, {}, {}
     title = "a weight without its layer"
-    yield title, exact, lambda: Chain(uncalled(), scale()), by_block, {}, {}
-    yield f"{title}, checkpointed", exact, lambda: Chain(uncalled(True)), by_block, {}, {}
+    yield title, exact, lambda: chain(uncalled(), scale()), by_block, {}, {}
+    yield f"{title}, checkpointed", exact, lambda: chain(uncalled(True)), by_block, {}, {}
     names = {"names": ["blocks.0.scale"]}
-    yield "another run", refused, lambda: Chain(counts()), by_block, BLOCK_TOLD, names
+    yield "another run", refused, lambda: chain(counts()), by_block, BLOCK_TOLD, names
     for name in ("into.weight", "blocks.0.scale"):
         how = {"names": [name], "penalised": name}
         freed = WAYS["by block, freed"]
-        yield f"a penalty on {name}", refused, lambda: Chain(scale()), freed, {}, how
+        yield f"a penalty on {name}", refused, lambda: chain(scale()), freed, {}, how
     makes = {title: functools.partial(reshaped, *between) for title, between in ROWS.items()}
     makes["token"] = token
     for title, make in makes.items():

@@ -51,21 +51,13 @@ def residuals(channels):
     return model, torch.randn(N, 3, 5, 5)
 
 
-class Windows(nn.Module):
+def windows(m, x):
     """As SwinV2's attention: its qkv is read, and its scale is the module's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(6, 18, bias=False), nn.Linear(6, 6)
-        self.q_bias, self.v_bias = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
-        self.scale = nn.Parameter(torch.randn(3, 1, 1))
-
-    def forward(self, x):
-        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = F.linear(x, self.qkv.weight, bias)
-        q, k, v = qkv.view(*x.shape[:2], 3, 3, 2).permute(2, 0, 3, 1, 4).unbind(0)
-        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.scale.exp()
-        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    bias = torch.cat([m.q_bias, torch.zeros_like(m.q_bias), m.v_bias])
+    qkv = F.linear(x, m.qkv.weight, bias)
+    q, k, v = qkv.view(*x.shape[:2], 3, 3, 2).permute(2, 0, 3, 1, 4).unbind(0)
+    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * m.scale.exp()
+    return m.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 def windowed(m, x):
@@ -77,8 +69,10 @@ def windowed(m, x):
 def attention():
     norm = nn.LayerNorm(6)
     nn.init.zeros_(norm.weight)
-    parts = {"first": nn.Linear(3, 6), "windows": Windows(), "norm": norm, "last": nn.Linear(6, 2)}
-    return Model(windowed, **parts), torch.randn(N, 4 * N, 3)
+    first, qkv, proj = nn.Linear(3, 6), nn.Linear(6, 18, bias=False), nn.Linear(6, 6)
+    own = {"q_bias": torch.randn(6), "v_bias": torch.randn(6), "scale": torch.randn(3, 1, 1)}
+    parts = {"windows": Model(windows, qkv=qkv, proj=proj, **own), "last": nn.Linear(6, 2)}
+    return Model(windowed, first=first, norm=norm, **parts), torch.randn(N, 4 * N, 3)
 
 
 MODELS = {

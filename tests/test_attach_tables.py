@@ -16,7 +16,6 @@ from broadcast_models import (
     WAYS,
     D,
     N,
-    Patches,
     T,
     against_all,
     constant,
@@ -24,6 +23,7 @@ from broadcast_models import (
     placed,
     positional,
     tokens,
+    vision_transformer,
 )
 from recurrent_models import KINDS, made, net
 from torch import nn
@@ -168,7 +168,7 @@ def test_a_row_of_the_samples_own_ids_is_theirs(options):
 SHARED = {
     "positions": (positional, tokens),
     "queries": (lambda: constant(against_all, l=nn.Linear(D, D)), lambda: torch.randn(N, T, D)),
-    "patches": (Patches, lambda: torch.randn(N, T, 3)),
+    "patches": (vision_transformer, lambda: torch.randn(N, T, 3)),
 }
 RECURRENT = {  # several outputs, which run again when the backward ends
     kind: (lambda kind=kind: net(made(kind, "both ways")), lambda: torch.randn(N, T, 3))

@@ -126,21 +126,17 @@ def test_two_optimizers_of_which_one_has_unscaled():
         probe.clip_grad_norm_(BOUND)
 
 
-class Dropping(nn.Module):
+def dropping():
     """Runs again when it is clipped, as it ran: its gradients by sample are larger than its
     output, and not kept."""
-
-    def __init__(self):
-        super().__init__()
-        self.w, self.temperature = nn.Parameter(torch.randn(2, 3)), 1.0
-        self.register_buffer("shift", torch.zeros(3))
-
-    def forward(self, x):
-        return F.dropout(x * self.w.sum(0) / self.temperature + self.shift, 0.5, self.training)
+    model = Model(lambda m, x: F.dropout(x * m.w.sum(0) / m.temperature + m.shift, 0.5, m.training),
+                  w=torch.randn(2, 3), temperature=1.0)  # fmt: skip
+    model.register_buffer("shift", torch.zeros(3))
+    return model
 
 
 def test_what_runs_again_stands_as_it_stood():
-    model = nn.Sequential(nn.Linear(3, 3), Dropping(), nn.Tanh(), nn.Linear(3, 2)).double()
+    model = nn.Sequential(nn.Linear(3, 3), dropping(), nn.Tanh(), nn.Linear(3, 2)).double()
     x = batch()
     wanted = []
     for changes in (False, True):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from attach_models import Model, mlp, square, square_second
 from attach_modes import each_of
-from broadcast_models import WAYS, D, N, Patches, T, positional, tokens
+from broadcast_models import WAYS, D, N, T, positional, tokens, vision_transformer
 from clip_oracle import check_clip, gradients
 from recurrent_models import I, every_kind, every_option, made, net
 from test_attach_attention import BAGS, E, S, attention
 from test_attach_layers import ELEMENTWISE_LAYERS, FALLBACK_LAYERS, KERNEL_LAYERS, of_images
-from test_attach_uses import THRICE
+from test_attach_uses import THRICE, frozen
 from torch import nn
 
 import torchgradx
@@ -58,13 +58,6 @@ def tied_to_its_head():
     return model
 
 
-def partly_frozen():
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    for p in (model[0].weight, model[1].weight, model[2].bias):
-        p.requires_grad_(False)
-    return model
-
-
 def attending(how, **kinds):
     return lambda: Model(how, a=attention(**kinds))
 
@@ -85,8 +78,10 @@ MODELS = {  # and the shapes of what they are given
     "a transposed Linear": (transposed, ((N, T, D),)),
     "a Linear thrice": (THRICE, ((N, 6, 3),)),
     "an embedding and its head": (tied_to_its_head, IDS),
-    "partly frozen": (partly_frozen, ((N, 3),)),
-    "beside its modules": (Patches, ((N, T, 3),)),
+    "partly frozen": (
+        lambda: frozen(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
+                       "0.weight", "1.weight", "2.bias"), ((N, 3),)),
+    "beside its modules": (vision_transformer, ((N, T, 3),)),
     "a table of positions": (positional, IDS),
     "several images of a sample": (lambda: of_images(nn.Conv2d(2, 6, 3, 2, 1)), ((N, 3, 2, 7, 6),)),
 } | {f"bags {name}": (make, IDS) for name, make in BAGS.items()}  # fmt: skip

@@ -1,11 +1,13 @@
 """What only the emulation can ask of the kernels of element-wise parameters and of tables: any
 order of threads, every way of cutting a problem, and the bytes of workspaces."""
 
+from functools import partial
 from math import ceil
 
 import oracle_gather
 import pytest
 import test_affine
+import test_emulated_launchers as launchers
 import torch
 import torch.nn.functional as F
 from backends import BACKENDS, each_dtype
@@ -133,10 +135,7 @@ def test_a_table_takes_its_sorted_ids_and_no_more(ids):
 
 
 # Workspaces
-def _taken(name, *arguments):
-    with operators().dry():
-        operator(name)(*arguments)
-    return operators().allocated()
+_taken = partial(launchers._taken, multiprocessors=5)
 
 
 LARGE = {  # N, T, G, K
