@@ -90,9 +90,8 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
     of_directions = sum(v.double().square().sum() for v in directions.values()).sqrt()
     share = 1 / len(rows) if reduction == "mean" else 1.0
     along = {name: v.to(held[name].device) for name, v in directions.items()}
-    with torchgradx.attach(
-        model, clip=True, directions=along, loss_reduction=reduction, **options
-    ) as probe:
+    options |= {"directions": along, "loss_reduction": reduction}
+    with torchgradx.attach(model, clip=True, **options) as probe:
         for per, before in (("model", None), ("parameter", 0.5), ("module", None)):
             groups = norms_of(rows, per)
             for p in model.parameters():

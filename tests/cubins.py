@@ -33,8 +33,6 @@ FLAGS = (
 
 @dataclass
 class Kernel:
-    """One instantiation on one architecture."""
-
     name: str  # without namespaces and parameters
     registers: int = 0
     stack: int = 0

@@ -91,5 +91,4 @@ BUDGETS = [
 
 
 def budget_of(kernel: str) -> Budget | None:
-    """The first that fits."""
     return next((b for b in BUDGETS if fnmatchcase(kernel, b.kernels)), None)

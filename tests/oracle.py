@@ -59,31 +59,17 @@ class Conv2d(NamedTuple):
 
 
 LINEAR = [
-    Linear(0, 5, 7, 3),  # no samples
-    Linear(3, 0, 7, 3),  # no positions
-    Linear(3, 5, 0, 3),  # no input features: the bias has a norm all the same
-    Linear(3, 5, 7, 0),
-    Linear(1, 1, 1, 1),
-    Linear(5, 1, 13, 17),
-    Linear(2, 1, 129, 65),
-    Linear(3, 2, 3, 5),
-    Linear(4, 3, 1, 33),  # one input feature
-    Linear(4, 5, 31, 1),  # one output feature
-    Linear(3, 13, 17, 31),
-    Linear(2, 16, 32, 14),  # whole tiles of the CPU kernel: 14 x 32
-    Linear(2, 16, 33, 15),  # and one more of each
-    Linear(2, 17, 31, 13),  # and one less
-    Linear(2, 31, 64, 28),
-    Linear(2, 33, 65, 33),
-    Linear(2, 65, 127, 5),
-    Linear(1, 127, 5, 129),
-    Linear(3, 129, 16, 16),  # T beyond a tile of a Gram
-    Linear(2, 257, 3, 2),
-    Linear(9, 128, 17, 23),  # several runs of samples
-    Linear(3, 130, 17, 133),  # and of rows
-    Linear(33, 4, 8, 8),  # more samples than threads
-    Linear(10, 30, 33, 20),  # and than a chunk holds
-]
+    # no samples; no positions; no input features, where the bias has a norm all the same; none out
+    Linear(0, 5, 7, 3), Linear(3, 0, 7, 3), Linear(3, 5, 0, 3), Linear(3, 5, 7, 0),
+    Linear(1, 1, 1, 1), Linear(5, 1, 13, 17), Linear(2, 1, 129, 65), Linear(3, 2, 3, 5),
+    Linear(4, 3, 1, 33), Linear(4, 5, 31, 1), Linear(3, 13, 17, 31),  # one feature in, one out
+    # whole tiles of the CPU kernel: 14 x 32; one more of each; and one less
+    Linear(2, 16, 32, 14), Linear(2, 16, 33, 15), Linear(2, 17, 31, 13), Linear(2, 31, 64, 28),
+    Linear(2, 33, 65, 33), Linear(2, 65, 127, 5), Linear(1, 127, 5, 129),
+    Linear(3, 129, 16, 16), Linear(2, 257, 3, 2),  # T beyond a tile of a Gram
+    Linear(9, 128, 17, 23), Linear(3, 130, 17, 133),  # several runs of samples; and of rows
+    Linear(33, 4, 8, 8), Linear(10, 30, 33, 20),  # more samples than threads; than a chunk holds
+]  # fmt: skip
 CONV2D = [
     Conv2d(0, 3, 4, (5, 5), (3, 3)),  # no samples
     Conv2d(1, 1, 1, (1, 1), (1, 1)),

@@ -66,24 +66,18 @@ class Convolving(nn.Module):
 
     def forward(self, x, edges, ids, n):
         src, dst = edges
-        degree = torch.ones(len(x), dtype=x.dtype).index_add(
-            0, dst, torch.ones_like(dst, dtype=x.dtype)
-        )
+        ones = x.new_ones(len(x) + len(dst))
+        degree = ones[: len(x)].index_add(0, dst, ones[len(x) :])
         norm = (degree[src] * degree[dst]).rsqrt()
         h = self.gcn(x)
         h = torch.relu(h.index_add(0, dst, norm[:, None].to(h.dtype) * h.index_select(0, src)))
-        h = h + torch.zeros_like(h).index_add(
-            0, dst, self.first(torch.cat([x[src], x[dst] - x[src]], 1))
-        )
-        mean = torch.zeros_like(h).scatter_reduce(
-            0, dst[:, None].expand(-1, 8), h[src], "mean", include_self=False
-        )
+        zeros, wide = torch.zeros_like(h), dst[:, None].expand(-1, 8)
+        h = h + zeros.index_add(0, dst, self.first(torch.cat([x[src], x[dst] - x[src]], 1)))
+        mean = zeros.scatter_reduce(0, wide, h[src], "mean", include_self=False)
         h = torch.relu(self.root(h) + self.sage(mean))
-        h = self.gin(h + torch.zeros_like(h).index_add(0, dst, h[src]))
+        h = self.gin(h + zeros.index_add(0, dst, h[src]))
         m = torch.tanh(self.edge(torch.cat([h[dst], h[src] - h[dst]], 1)))
-        h = torch.zeros_like(h).scatter_reduce(
-            0, dst[:, None].expand_as(m), m, "amax", include_self=False
-        )
+        h = zeros.scatter_reduce(0, wide, m, "amax", include_self=False)
         return self.out(pooled(h, ids, n, "mean"))
 
 

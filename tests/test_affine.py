@@ -147,9 +147,8 @@ def test_moments_are_those_of_the_layers(backend, problem, centred, dtype):
     over_positions = layer == "group_norm"
     if over_positions and not centred:
         pytest.skip("no layer")
-    mean, rstd = backend.operator("moments")(
-        *to(backend, x), oracle_affine.EPS, centred, over_positions
-    )
+    given = *to(backend, x), oracle_affine.EPS, centred, over_positions
+    mean, rstd = backend.operator("moments")(*given)
     expected = oracle_affine.statistics(x, layer, (1, 3) if over_positions else (3,))
     eps = tolerance(dtype, problem.k * (problem.t if over_positions else 1))
     assert rstd.shape == expected[1].shape
@@ -181,19 +180,13 @@ LAYOUTS = layouts.LAYOUTS | {
     "samples_inside": _in_order(1, 2, 3, 0),
 }
 OF_LAYOUTS = [
-    Affine("layer_norm", 3, 5, 1, 33),
-    Affine("rms_norm", 3, 5, 1, 32),
-    Affine("group_norm", 3, 6, 4, 5),
-    Affine("group_norm", 3, 6, 1, 16),
-    Affine("group_norm", 3, 6, 7, 1),  # an InstanceNorm
-    Affine("group_norm", 3, 9, 4, 4),
-    Affine("layer_norm", 3, 9, 1, 32),
-    Affine("batch_norm", 3, 6, 19, 1),
-    Affine("scale", 3, 6, 17, 1),
-    Affine("scale", 3, 1, 17, 1),
-    Affine("prelu", 3, 6, 5, 1),
-    Affine("prelu", 3, 24, 1, 1),
-]
+    Affine("layer_norm", 3, 5, 1, 33), Affine("layer_norm", 3, 9, 1, 32),
+    Affine("rms_norm", 3, 5, 1, 32), Affine("group_norm", 3, 6, 4, 5),
+    Affine("group_norm", 3, 6, 1, 16), Affine("group_norm", 3, 6, 7, 1),  # an InstanceNorm
+    Affine("group_norm", 3, 9, 4, 4), Affine("batch_norm", 3, 6, 19, 1),
+    Affine("scale", 3, 6, 17, 1), Affine("scale", 3, 1, 17, 1),
+    Affine("prelu", 3, 6, 5, 1), Affine("prelu", 3, 24, 1, 1),
+]  # fmt: skip
 
 
 @pytest.mark.grid("backend")

@@ -44,12 +44,11 @@ def test_conv2d_padding_by_name(padding, kernel_size, dilation):
     layer = torch.nn.Conv2d(6, 4, kernel_size, padding=padding, dilation=dilation, bias=False)
     output = layer(X)
     b = torch.randn_like(output)
-    weight_grad, sq_norms = ops.conv2d_weight_grad(
-        X, b, kernel_size, padding=padding, dilation=dilation
-    )
+    options = {"padding": padding, "dilation": dilation}
+    weight_grad, sq_norms = ops.conv2d_weight_grad(X, b, kernel_size, **options)
     expected = torch.autograd.grad(output, layer.weight, b)[0]
     torch.testing.assert_close(weight_grad, expected, rtol=1e-4, atol=1e-4)
-    alone = ops.conv2d_sq_norms(X, b, kernel_size, padding=padding, dilation=dilation)
+    alone = ops.conv2d_sq_norms(X, b, kernel_size, **options)
     one = torch.autograd.grad(layer(X[:1]), layer.weight, b[:1])[0]
     torch.testing.assert_close(sq_norms, alone, rtol=1e-4, atol=0)
     torch.testing.assert_close(alone[0], one.square().sum(), rtol=1e-4, atol=0)

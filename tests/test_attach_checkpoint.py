@@ -125,7 +125,6 @@ def stepped(model, twin, probe, options, loss, reference, part=""):
 @pytest.mark.parametrize("outer", [None, False])
 @pytest.mark.parametrize("part", ["", "inner."])
 def test_a_selective_checkpoint_around(part, outer, policy, options):
-    """The model, or more than it."""
     around = functools.partial(checkpoint, use_reentrant=False,
                                context_fn=functools.partial(contexts, policy))  # fmt: skip
 
@@ -265,8 +264,6 @@ def test_paused_within_a_checkpoint_that_is_not_reentrant_is_refused():
 
 not_reentrant = functools.partial(checkpoint, use_reentrant=False)
 reentrant = functools.partial(checkpoint, use_reentrant=True)
-
-
 NESTED = {
     "not": [not_reentrant],
     "reentrant": [reentrant],
@@ -301,8 +298,6 @@ def test_two_backwards_of_one_graph(ways, part, options):
 
 
 class Fails(nn.Module):
-    """In the next recomputation, once."""
-
     next = False
 
     def forward(self, x):
@@ -315,7 +310,6 @@ class Fails(nn.Module):
 @a_few_modes
 @pytest.mark.parametrize("ways", NESTED.values(), ids=NESTED)
 def test_what_a_recomputation_raises_is_the_users(ways, options):
-    """And the step may be tried again."""
     model = nn.Sequential(nn.Linear(3, 5), Fails(), nn.Tanh(), nn.Linear(5, 2)).double()
     twin, x = copy.deepcopy(model), torch.randn(4, 3).double()
     probe = torchgradx.attach(model, **options)

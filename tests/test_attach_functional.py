@@ -160,7 +160,6 @@ class ByHand(nn.Conv2d):
 
 
 def of_images(m, x):
-    """A sample's several, first and last."""
     first = F.conv2d(x.flatten(0, 1), m.w, m.b, padding=1).unflatten(0, x.shape[:2])
     last = F.conv2d(x.transpose(0, 1).flatten(0, 1), m.w, padding=1).unflatten(0, (-1, len(x)))
     return first + last.transpose(0, 1)
@@ -246,7 +245,6 @@ def test_a_weight_of_a_convolution_may_be_computed(name, options):
 
 @computed
 def test_a_computed_weight_is_served_at_the_graphs_nodes(name):
-    """In steps of other sizes too."""
     model, _ = around(name)
     shown = exact_steps(model, *(COMPUTED[name][1](n).double() for n in (N, N, 3, 1, N)))
     assert ("run again" in shown) == bool(native_missing())

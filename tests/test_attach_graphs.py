@@ -96,8 +96,6 @@ def test_a_backward_that_begins_in_several_places():
 
 
 SAMPLES, T, C = 3, 5, 4
-
-
 ROWS, IMAGES = (SAMPLES, T, C), (SAMPLES, C, 6, 6)
 DIFFERENTIATED = {
     "linear": (lambda: nn.Linear(C, 6), ROWS),
@@ -134,11 +132,8 @@ def exact_afterwards(probe, model, x):
 
 
 @every_mode
-@pytest.mark.parametrize(
-    "name", sorted(DIFFERENTIATED.keys() - {"encoder"})
-)  # attention has no tangents
+@pytest.mark.parametrize("name", sorted(DIFFERENTIATED.keys() - {"encoder"}))  # has no tangents
 def test_tangents_go_through(name, options):
-    """Forward-mode differentiation."""
     model, twin, x = example(name)
     v = torch.randn_like(x)
 
@@ -248,7 +243,6 @@ THREADS, ATTACHED, ROUNDS = 6, 40, 3
 
 @pytest.fixture
 def switching():
-    """Between threads as often as may be."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield

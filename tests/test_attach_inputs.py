@@ -146,8 +146,6 @@ every_end = pytest.mark.parametrize("then", THEN.values(), ids=THEN)
 
 
 def around(module, change, then):
-    """[N, T, D] -> [N, T, D or 3]"""
-
     def forward(m, x):
         out = m.r(torch.tanh(m.i(x)))
         y = out[0] if isinstance(out, tuple) else out

@@ -97,8 +97,6 @@ def batch_norm(kind):
 
 
 class Doubled(nn.Linear):
-    """A subclass with a forward of its own is not a Linear."""
-
     def forward(self, x):
         return F.linear(x, self.weight * 2, self.bias) + x[..., :1]
 

@@ -19,8 +19,6 @@ N = 4
 
 
 def flattened(sequence_first, kind=nn.Linear):
-    """Layers fed rows n*T+t, or t*N+n."""
-
     def forward(m, x):
         x = x.transpose(0, 1) if sequence_first else x
         y = m.b(torch.tanh(m.a(x.reshape(-1, *x.shape[2:]))))
@@ -33,7 +31,6 @@ def flattened(sequence_first, kind=nn.Linear):
 
 
 def transposed():
-    """A block that works on [T, N, D] inside a batch-first model."""
     return Model(
         lambda m, x: m.out(m.b(torch.tanh(m.a(m.into(x).transpose(0, 1)))).transpose(0, 1)),
         into=nn.Linear(3, 4), a=nn.Linear(4, 4), b=nn.Linear(4, 4), out=nn.Linear(4, 2),
@@ -75,7 +72,6 @@ def test_fallback_layers_of_sequence_first_models_are_exact(positions, options):
 
 
 def routed(m, x):
-    """Two experts, each fed the rows that chose it."""
     h = m.r(x).flatten(0, 1)
     first = h[:, 0] > 0
     y = torch.zeros_like(h)
@@ -154,9 +150,7 @@ def test_a_first_tensor_that_is_broadcast_is_not_taken_for_the_batch(call, gives
 
 
 @a_few_modes
-@pytest.mark.parametrize(
-    "size", [N, lambda args, kwargs: args[1]["x"].shape[0]], ids=["said", "computed"]
-)
+@pytest.mark.parametrize("size", [N, lambda args, kwargs: len(args[1]["x"])], ids=["said", "asked"])
 def test_the_batch_size_may_be_said_or_computed(size, options):
     model = Model(lambda m, heat, inputs: m.l(inputs["x"]) / heat, l=nn.Linear(3, 2)).double()
     heat = torch.full((1,), 2.0).double()

@@ -201,7 +201,6 @@ def test_outputs_with_the_samples_where_they_should_be_are_exact(name, options):
 @a_few_modes
 @pytest.mark.parametrize("use", CHAINED)
 def test_outputs_that_others_are_made_from_are_exact(use, dtype, options):
-    """What arrives there came through those others too."""
     model = Model(lambda m, x: CHAINED[use](*m.t(m.i(x))), t=chained(), i=nn.Linear(3, 3))
     check(model, square, torch.randn(N, 3), dtype=dtype, check="samples", **options)
 

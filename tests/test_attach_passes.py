@@ -204,9 +204,7 @@ MEAN_NOTHING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, v) for name, values in MEAN_NOTHING.items() for v in values]
-)
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in MEAN_NOTHING.items() for v in vs])
 def test_a_value_that_means_nothing_is_refused_and_the_model_left_alone(model, name, value):
     with pytest.raises((ValueError, TypeError), match=name) as error:
         torchgradx.attach(model, **{name: value})
@@ -217,7 +215,6 @@ def test_a_value_that_means_nothing_is_refused_and_the_model_left_alone(model, n
 @pytest.mark.parametrize("backend", ["auto", "vmap"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_samples_that_are_not_found_are_said_to_be_so_and_what_to_do(model, reentrant, backend):
-    """Of a checkpoint where there is one."""
     outer = Model(lambda m, x: checkpoint(m.b, x, use_reentrant=reentrant), b=model)
     with torchgradx.attach(outer, batch_size=3, backend=backend) as probe:
         outer(samples().requires_grad_()).square().sum().backward()

@@ -23,7 +23,6 @@ halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=s
 
 
 def inside_and_outside(m, x):
-    """A layer used under autocast and beside it."""
     hidden = torch.tanh(m.l(x))
     with torch.autocast(x.device.type, enabled=False):
         hidden = m.l(hidden.float())
@@ -80,9 +79,7 @@ def normalisations(request):
 @a_few_modes
 @halves
 @pytest.mark.parametrize("name", MODELS)
-def test_autocast_is_exact_within_its_rounding_however_layers_are_used(
-    name, dtype, options, normalisations
-):
+def test_autocast_is_exact_within_its_rounding(name, dtype, options, normalisations):
     make, shape = MODELS[name]
     net, x, under = make(), torch.randn(shape), under_autocast(dtype)
     want = loop(net, under, x, dtype=torch.float32)

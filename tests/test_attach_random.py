@@ -50,7 +50,6 @@ class Net(nn.Module):
 
 
 def outputs(m, x):
-    """The second is made from the first, and both from its parameters."""
     first = torch.tanh(x * m.w + m.v)
     return first, first.sin() * m.w
 

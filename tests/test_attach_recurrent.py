@@ -5,27 +5,14 @@ import copy
 from platform import machine
 
 import pytest
+import recurrent_models as recurrent
 import torch
 from attach_models import Model, square
 from attach_modes import ANY, NATIVE, VMAP, a_few_modes, each_of, every_mode, fallback_mode
 from attach_oracle import check, tolerance
 from attach_steps import exact_step, exact_steps, refused
 from clip_oracle import check_clip
-from recurrent_models import (
-    CELLS,
-    KINDS,
-    OPTIONS,
-    H,
-    I,
-    N,
-    T,
-    computes_halves,
-    every_kind,
-    every_option,
-    made,
-    net,
-    states_of,
-)
+from recurrent_models import KINDS, OPTIONS, H, I, N, T, every_kind, every_option, made, net
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -138,7 +125,7 @@ def test_what_two_weights_share_of_the_gates_gradients(kind, steps, frozen, dtyp
     rnn = KINDS[kind](48, 80)
     for name in FROZEN[frozen]:
         rnn.get_parameter(name).requires_grad_(False)
-    model = Model(lambda m, x: states_of(m.r(x.transpose(0, 1)))[1], r=rnn)
+    model = Model(lambda m, x: recurrent.states_of(m.r(x.transpose(0, 1)))[1], r=rnn)
     x = torch.randn(N, steps, 48)
     check(model, square, x, dtype=dtype, input_grad=True, **options)
 
@@ -176,9 +163,9 @@ def unrolled(cell, steps=3):
 @dtypes
 @fallback_mode
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize("kind", recurrent.CELLS)
 def test_a_cell_unrolled_in_time_is_exact(kind, bias, options, dtype):
-    cell = CELLS[kind](I, H) if kind == "rnn relu" else CELLS[kind](I, H, bias)
+    cell = recurrent.CELLS[kind](I, H) if kind == "rnn relu" else recurrent.CELLS[kind](I, H, bias)
     for steps in (1, 3):
         rtol = 0.05 if dtype == torch.bfloat16 else None
         x = torch.randn(N, 3, I)
@@ -219,7 +206,8 @@ def packed_net(rnn, enforce_sorted=False):
             hx = (h, 2 * h) if isinstance(m.r, nn.LSTM) else h
         out = m.r(packed, hx)
         assert isinstance(out[0], PackedSequence)
-        y, last = states_of((pad_packed_sequence(out[0], True, total_length=x.shape[1])[0], out[1]))
+        rows, _ = pad_packed_sequence(out[0], True, total_length=x.shape[1])
+        y, last = recurrent.states_of((rows, out[1]))
         return torch.cat([y.flatten(1), 2 * last], 1)
 
     return Model(forward, i=nn.Linear(I, I), r=rnn)
@@ -303,12 +291,12 @@ def test_checkpointed(kind, reentrant, options):
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")
-@pytest.mark.parametrize("kind", [*KINDS, *(f"{kind} cell" for kind in CELLS)])
+@pytest.mark.parametrize("kind", [*KINDS, *(f"{kind} cell" for kind in recurrent.CELLS)])
 def test_with_gradients_of_the_framework_a_module_runs_once_more_and_not_for_each_sample(kind):
     if kind in KINDS:
         layer, x = KINDS[kind](I, H, num_layers=2, batch_first=True), torch.randn(N, T, I)
     else:
-        layer, x = CELLS[kind.removesuffix(" cell")](I, H), torch.randn(N, I)
+        layer, x = recurrent.CELLS[kind.removesuffix(" cell")](I, H), torch.randn(N, I)
     several = kind in KINDS or kind == "lstm cell"
     model = Model(lambda m, x: m.r(x)[0] if several else m.r(x), r=layer)
     with torchgradx.attach(model, fused=False) as probe:
@@ -318,7 +306,7 @@ def test_with_gradients_of_the_framework_a_module_runs_once_more_and_not_for_eac
     assert "through time: the framework's gradients stay" in text
     assert "replay" not in text
     assert "vmap" not in text
-    if kind == "lstm" and not computes_halves():
+    if kind == "lstm" and not recurrent.computes_halves():
         return
     with torchgradx.attach(model, fused=False) as probe, torch.autocast("cpu", torch.bfloat16):
         square(model, x).backward()
@@ -345,7 +333,7 @@ def test_what_else_a_step_is_asked_for(make):
 
 @served
 @pytest.mark.parametrize(
-    "write", [torch.relu_, lambda y: y.detach().zero_() + y], ids=["y", "alias"]
+    "write", [torch.relu_, lambda y: y.detach().zero_() + y], ids=["", "alias"]
 )
 def test_what_a_loss_writes_over_the_states_is_noticed_as_without_a_probe(write):
     model = Model(lambda m, x: write(m.r(x)[0]), r=nn.LSTM(WIDE, STATES, batch_first=True))

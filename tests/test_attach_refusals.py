@@ -81,8 +81,6 @@ def test_a_backward_that_creates_a_graph_is_exact_or_refused(options):
 
 
 D = 6
-
-
 PARTS = {  # of x [N, 2 D]
     "linear": lambda: nn.Sequential(nn.Linear(2 * D, D), nn.Linear(D, 2 * D)),
     "attention": lambda: Model(lambda m, x: m.a(*[x.view(len(x), 2, D)] * 3)[0].flatten(1),
@@ -242,8 +240,6 @@ def test_a_lazy_model_is_told_to_run_first():
 
 @a_few_modes
 def test_an_output_that_was_left_out_is_proven_when_it_is_there(options):
-    """It is computed each time."""
-
     def forward(m, x):
         h = torch.tanh(m.i(x))
         apart, out = h - h.mean(0), m.b(h)

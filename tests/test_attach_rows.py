@@ -112,7 +112,7 @@ def rows():
     ("name", "reentrant"),
     [(name, way) for name in ROUTES for way in (None, False, True) if not (way and name in HIDDEN)],
 )
-def test_batches_of_the_same_sizes_that_choose_otherwise_are_exact_or_refused(
+def test_batches_of_equal_sizes_that_choose_otherwise_are_exact_or_refused(
     name, reentrant, options
 ):
     model = routed(name, reentrant)
@@ -126,7 +126,6 @@ def test_batches_of_the_same_sizes_that_choose_otherwise_are_exact_or_refused(
 
 
 def owned(k):
-    """[N, rows]: ones where a row is a sample's."""
     return F.one_hot(torch.arange(len(k)).repeat_interleave(k), len(k)).T.double()
 
 
@@ -250,7 +249,6 @@ def exchanging(way):
 
 
 def exchanged(model, probe, mixes):
-    """A step that is exact, or refused where samples mix."""
     x = torch.randn(4, 3).double()
     if not mixes:
         exact_step(probe, model, x)

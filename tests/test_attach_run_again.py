@@ -148,7 +148,6 @@ in_halves = pytest.mark.parametrize(("dtype", "autocast"), HALVES.values(), ids=
 
 
 def matrix(way):
-    """A matrix of its own, and a way through it."""
     more = {"calls": 0, "on": False, "drawing": torch.Generator().manual_seed(0)}
     return Model(way, w=torch.randn(WIDE, WIDE) / 4, **more)
 

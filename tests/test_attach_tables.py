@@ -4,6 +4,7 @@ each way in which samples meet it."""
 import copy
 from functools import partial
 
+import broadcast_models as shared
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,20 +12,7 @@ from attach_models import Model, square, square_second
 from attach_modes import ANY, VMAP, a_few_modes, each_of, fallback_mode
 from attach_oracle import check, close_named, loop, same_gradients
 from attach_steps import exact_or_refused, exact_step, read_or_refused, refused
-from broadcast_models import (
-    TOKENS,
-    WAYS,
-    D,
-    N,
-    T,
-    against_all,
-    constant,
-    in_place,
-    placed,
-    positional,
-    tokens,
-    vision_transformer,
-)
+from broadcast_models import WAYS, D, N, T, constant, in_place, placed, positional, tokens
 from recurrent_models import KINDS, made, net
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -125,7 +113,7 @@ def beside_samples(m, i):
 @pytest.mark.parametrize("use", [tied_embedding, in_two_places, beside_samples])
 @pytest.mark.parametrize("t", [T, N])
 def test_all_uses_of_a_parameter_add_up(use, t, options):
-    parts = {"t": nn.Embedding(TOKENS, D), "o": nn.Linear(D, 2)}
+    parts = {"t": nn.Embedding(shared.TOKENS, D), "o": nn.Linear(D, 2)}
     if use is in_two_places:
         parts["p"] = nn.Embedding(2 * N, D)
     if use is beside_samples:
@@ -167,8 +155,11 @@ def test_a_row_of_the_samples_own_ids_is_theirs(options):
 # ---- Each way in which samples meet it; changed in place, saved, over steps ----------------------
 SHARED = {
     "positions": (positional, tokens),
-    "queries": (lambda: constant(against_all, l=nn.Linear(D, D)), lambda: torch.randn(N, T, D)),
-    "patches": (vision_transformer, lambda: torch.randn(N, T, 3)),
+    "queries": (
+        lambda: constant(shared.against_all, l=nn.Linear(D, D)),
+        lambda: torch.randn(N, T, D),
+    ),
+    "patches": (shared.vision_transformer, lambda: torch.randn(N, T, 3)),
 }
 RECURRENT = {  # several outputs, which run again when the backward ends
     kind: (lambda kind=kind: net(made(kind, "both ways")), lambda: torch.randn(N, T, 3))
@@ -266,8 +257,6 @@ def test_a_bare_parameter_is_exact_without_running_its_owner_again(way, options)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("way", WAYS)
 def test_where_samples_come_in_inside_a_checkpoint(way, around, options):
-    """Or where what is saved lies elsewhere in between."""
-
     def forward(m, x):
         inside = lambda x, s: torch.tanh(WAYS[way](x, s))  # noqa: E731
         return m.o(AROUND[around](inside, m.i(x), m.l(m.c)))

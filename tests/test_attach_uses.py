@@ -186,7 +186,6 @@ T, D = 5, 3
 
 
 def flat(m, x):
-    """Rows of all positions, and a mean of each sample's."""
     if x.dim() == 3:
         rows = m(x.flatten(0, 1)).unflatten(0, x.shape[:2])
         return m.o(rows.mean(1))
@@ -200,7 +199,6 @@ def deep(m, x, depth=2):
 @a_few_modes
 @pytest.mark.parametrize("way", [flat, deep])
 def test_a_root_that_calls_itself_is_exact_in_steps_of_several_sizes(way, options):
-    """Those too that are called on what they call themselves on."""
     net = Model(way, l=nn.Linear(D, D), o=nn.Linear(D, D)).double()
     shapes = [(N, T, D), (N, T, D), (N * T, D), (N, T, D), (N, N, D), (2, T, D), (N, D)]
     exact_steps(net, *(torch.randn(shape).double() for shape in shapes), **options)

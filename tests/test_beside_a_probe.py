@@ -33,18 +33,15 @@ def checkpointed(reentrant):
                  a=nn.Linear(5, 6), inner=inner, b=nn.Linear(6, C)).double()  # fmt: skip
 
 
-def recurrent():
-    return Model(lambda m, x: m.b(m.core(x[:, None])[0][:, 0]), core=nn.GRU(5, 6, batch_first=True),
-                 b=nn.Linear(6, C)).double()  # fmt: skip
-
-
 MODELS = {
     "plain": classifier,
     "shared": shared,
     "checkpoint": lambda: checkpointed(False),
     "reentrant checkpoint": lambda: checkpointed(True),
-    "recurrent": recurrent,
-}
+    "recurrent": lambda: Model(
+        lambda m, x: m.b(m.core(x[:, None])[0][:, 0]), core=nn.GRU(5, 6, batch_first=True),
+        b=nn.Linear(6, C)).double(),
+}  # fmt: skip
 OPTIONS = [{}, {"weight_grad": False}, {"fused": False}, {"clip": True}, {"backend": "vmap"}]
 
 

@@ -57,7 +57,6 @@ def unscaled(model, x):
 
 
 def input_read_anew(model, x):
-    """Into the buffer of the batch before."""
     x.copy_(batch())
 
 

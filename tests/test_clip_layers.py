@@ -51,7 +51,6 @@ def test_recurrent_modules(kind, option, options):
 
 
 def tied_to_its_head():
-    """Around a layer that is called twice."""
     model = Model(lambda m, ids: m.head(torch.tanh(m.l(m.l(m.table(ids))))),
                   table=nn.Embedding(7, 3), l=nn.Linear(3, 3), head=nn.Linear(3, 7))  # fmt: skip
     model.head.weight = model.table.weight

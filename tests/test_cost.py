@@ -194,9 +194,7 @@ def test_a_layers_plan_is_its_devices(monkeypatch):
     ("built", "capability", "kind"),
     [(True, (9, 0), "linear"), (True, (7, 5), "vmap"), (False, (9, 0), "vmap")],
 )
-def test_a_cuda_model_takes_the_kernels_where_they_are_and_run(
-    monkeypatch, built, capability, kind
-):
+def test_a_cuda_model_takes_kernels_where_they_are_and_run(monkeypatch, built, capability, kind):
     monkeypatch.setattr(ops, "CUDA", built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     model = nn.Linear(5, 3)

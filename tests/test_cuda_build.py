@@ -21,7 +21,6 @@ needs_extension = pytest.mark.skipif(not ops.NATIVE, reason="installed without t
 
 # Whether CUDA kernels are built, and with what
 def toolkit_in(folder, release="13.0"):
-    """As much of a toolkit as is looked at."""
     (folder / "bin").mkdir(parents=True)
     (folder / "lib64").mkdir()
     (folder / "lib64/libcudart_static.a").touch()
@@ -83,9 +82,8 @@ def test_when_cuda_kernels_are_left_out(clean, tmp_path, wanted, torchs, found, 
 def test_architectures(clean, asked, present, built):
     if asked:
         clean.setenv("TORCH_CUDA_ARCH_LIST", asked)
-    gpus = SimpleNamespace(
-        device_count=lambda: len(present), get_device_capability=lambda gpu: present[gpu]
-    )
+    count, capability = lambda: len(present), lambda gpu: present[gpu]
+    gpus = SimpleNamespace(device_count=count, get_device_capability=capability)
     assert cuda_toolkit.architectures(SimpleNamespace(cuda=gpus)) == built
 
 

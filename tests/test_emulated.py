@@ -48,7 +48,6 @@ def allow_tf32():
 
 
 def results(problem, a, b, ways=None):
-    """All that the operators have to say of a problem, by these algorithms or by all."""
     scale = torch.arange(problem.n, dtype=torch.float32) - 1
     norms = {way: EMULATED.norms(way, a, b, problem) for way in ways or algorithms_of(problem)}
     fused = EMULATED.fused(a, b, problem, scale)
@@ -122,9 +121,7 @@ def assert_right(problem, a, b, kind="integers", ways=None):
 
 
 # Kernels
-@pytest.mark.skipif(
-    bool(cubins.why_not()) or not cubins.cuobjdump(), reason="needs nvcc and cuobjdump"
-)
+@pytest.mark.skipif(bool(cubins.why_not()) or not cubins.cuobjdump(), reason="needs CUDA's tools")
 def test_every_kernel_is_launched_within_its_bounds(allow_tf32):
     """On a GPU a block larger than its kernel's bounds is a launch that fails."""
     import test_emulated_planes as planes

@@ -76,9 +76,8 @@ def test_one_sum_takes_operands_as_they_lie():
     scale = torch.tensor([0.5, 0.0, -2.0])
     rows = torch.randn(7, 3, 24), torch.randn(3, 1, 24).expand(3, 7, 24), torch.randn(3, 7, 25)
     for x in (rows[0].transpose(0, 1), rows[1], rows[2][..., 1:]):
-        lying, plain = (
-            EMULATED.operator("linear_scaled")(t, t, scale, True) for t in (x, x.contiguous())
-        )
+        scaled = EMULATED.operator("linear_scaled")
+        lying, plain = (scaled(t, t, scale, True) for t in (x, x.contiguous()))
         torch.testing.assert_close(lying, plain)
     x, b = torch.randn(3, 16, 5, 5), torch.randn(3, 8, 5, 5)
     turned = [t.contiguous(memory_format=torch.channels_last) for t in (x, b)]

@@ -23,26 +23,17 @@ EMULATED = BACKENDS["emulated"]
 # One warp, several, and all of a block to a row or a column; samples of several parts; samples that
 # are rows; rows too long for one sweep; groups of several blocks; planes and rows.
 PROBLEMS = (
-    Affine("layer_norm", 2, 37, 1, 71),
-    Affine("layer_norm", 3, 20, 1, 300),
-    Affine("layer_norm", 2, 19, 1, 336),  # whole pieces of 16 bytes
-    Affine("rms_norm", 2, 17, 1, 1100),
-    Affine("rms_norm", 5, 3, 1, 33),
-    Affine("layer_norm", 11, 1, 1, 304),
-    Affine("rms_norm", 9, 1, 1, 33),
-    Affine("layer_norm", 1, 2, 1, 4100),
-    Affine("rms_norm", 2, 2, 1, 4100),
-    Affine("group_norm", 3, 50, 2, 35),
-    Affine("group_norm", 2, 300, 2, 40),
-    Affine("group_norm", 2, 2100, 3, 1),
+    Affine("layer_norm", 2, 37, 1, 71), Affine("layer_norm", 3, 20, 1, 300),
+    Affine("layer_norm", 2, 19, 1, 336), Affine("rms_norm", 2, 17, 1, 1100),  # whole pieces
+    Affine("rms_norm", 5, 3, 1, 33), Affine("layer_norm", 11, 1, 1, 304),
+    Affine("rms_norm", 9, 1, 1, 33), Affine("layer_norm", 1, 2, 1, 4100),
+    Affine("rms_norm", 2, 2, 1, 4100), Affine("group_norm", 3, 50, 2, 35),
+    Affine("group_norm", 2, 300, 2, 40), Affine("group_norm", 2, 2100, 3, 1),
     Affine("group_norm", 2, 70, 32, 2),  # several positions a warp, several groups a piece
-    Affine("batch_norm", 3, 6, 40, 1),
+    Affine("batch_norm", 3, 6, 40, 1), Affine("batch_norm", 3, 20, 24, 1),
     Affine("group_norm", 2, 24, 4, 136),  # several blocks side by side
-    Affine("batch_norm", 3, 20, 24, 1),
-    Affine("scale", 5, 1, 300, 1),
-    Affine("prelu", 2, 1100, 3, 1),
-    Affine("prelu", 3, 9, 1, 1),
-)
+    Affine("scale", 5, 1, 300, 1), Affine("prelu", 2, 1100, 3, 1), Affine("prelu", 3, 9, 1, 1),
+)  # fmt: skip
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "-".join(map(str, p)))
 
 
@@ -58,7 +49,6 @@ def in_longer_rows(o):
 
 
 def results(problem, o):
-    """All that the operators have to say of a problem."""
     scale = torch.arange(problem.n, dtype=torch.float32) - 1
     found = [norms(EMULATED, problem.layer, o)]
     if problem.layer != "prelu":
@@ -136,8 +126,6 @@ def test_a_table_takes_its_sorted_ids_and_no_more(ids):
 
 # Workspaces
 _taken = partial(launchers._taken, multiprocessors=5)
-
-
 LARGE = {  # N, T, G, K
     "long": (8, 1024, 1, 768),
     "samples": (4096, 16, 1, 1024),

@@ -102,10 +102,8 @@ def assert_gradients(problem, weight, bias, truth, scale):
         (weight, truth.weight, truth.weight_magnitude),
         (bias, truth.bias, truth.bias_magnitude),
     ):
-        weights = scale.double()
-        sums = (
-            torch.tensordot(w, x, dims=1) for w, x in ((weights, each), (weights.abs(), magnitude))
-        )
+        w = scale.double()
+        sums = (torch.tensordot(k, x, dims=1) for k, x in ((w, each), (w.abs(), magnitude)))
         assert_gradient(actual, *sums, truth.terms[0] * problem.n)
 
 
@@ -145,7 +143,6 @@ ORDERED = (LINEAR[5], LINEAR[8], LINEAR[10], CONV2D[2], CONV2D[4], CONV2D[11])
 
 @pytest.mark.parametrize(("problem", "count"), [*((p, 5) for p in ORDERED), *CLUSTERS[:3]])
 def test_the_order_of_threads_does_not_matter(problem, count):
-    """Nor does a second launch change a bit."""
     a, b = operands(problem, torch.bfloat16, "gaussians")
     with operators().multiprocessors(count):
         first = results(problem, a, b)
@@ -179,9 +176,7 @@ def test_any_number_of_multiprocessors_is_right(problem, count):
         assert_right(problem, a, b, case(problem, torch.float16, "gaussians")[2], "gaussians")
 
 
-@pytest.mark.parametrize(
-    ("problem", "count"), [(LINEAR[5], 5), (LINEAR[8], 5), (CONV2D[4], 5), CLUSTERS[2]]
-)
+@pytest.mark.parametrize(("problem", "count"), [*((p, 5) for p in ORDERED), CLUSTERS[2]])
 def test_without_a_bias(problem, count):
     a, b = operands(problem, torch.bfloat16, "gaussians")
     truth = case(problem, torch.bfloat16, "gaussians")[2]
@@ -288,7 +283,6 @@ def battery():
 
 
 def clusters():
-    """Raise what planted bugs of clusters show."""
     with operators().hopper():
         for problem, count in CLUSTERS:
             test_clusters_are_right(problem, count, torch.bfloat16)

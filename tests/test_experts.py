@@ -209,7 +209,6 @@ def test_a_parameter_of_two_calls_is_one_sum():
 
 
 def own(use):
-    """Parameters as those of experts, and any use of them."""
     up, down = torch.randn(2, E, D, D) / 2
     return Model(use, up=up, down=down, shift=0)
 

@@ -125,7 +125,6 @@ MODELS = {"deep": _deep, "tied": _tied}
 
 
 def _measure_steps(name):
-    """Of a plain step, and of the first two with norms."""
     torch.set_num_threads(1)
     model, x = MODELS[name]()
     extra = {}
@@ -151,9 +150,7 @@ def _measured(what):
     return json.loads(result.stdout)
 
 
-in_linux = pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc"
-)
+in_linux = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs /proc")
 
 
 @in_linux

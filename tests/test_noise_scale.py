@@ -46,9 +46,12 @@ def test_a_step_on_a_quadratic_is_the_sample_covariance():
     assert noise.efficiency(8) == pytest.approx(8 / (8 + trace / signal))
 
 
-def is_unbiased(model, points, sizes):
-    """The mean over all ways to draw batches of these sizes is what they are drawn from."""
-    traces, signals, at = [], [], model.w.detach().clone()
+@pytest.mark.parametrize("sizes", [(3,), (1, 3), (2, 2), (4, 3, 1)])
+def test_batches_accumulated_or_not_are_unbiased(sizes):
+    """Weights 1 / (steps * size): the mean over all ways to draw the samples with replacement is
+    what they are drawn from, exactly."""
+    model, points, traces, signals = quadratic(), POINTS[:2, :2] * 3, [], []
+    model.w.data = AT[:2].clone()
     with torchgradx.attach(model, loss_scale=1 / len(sizes)) as probe:
         for drawn in itertools.product(range(len(points)), repeat=sum(sizes)):
             noise = NoiseScale(decay=0.0)
@@ -57,17 +60,8 @@ def is_unbiased(model, points, sizes):
             signals.append(noise.sq_grad_norm)
     trace = points.var(0, correction=0).sum().item()
     assert sum(traces) / len(traces) == pytest.approx(trace, rel=1e-12)
-    signal = (at - points.mean(0)).square().sum().item()
+    signal = (AT[:2] - points.mean(0)).square().sum().item()
     assert sum(signals) / len(signals) == pytest.approx(signal, rel=1e-12)
-
-
-@pytest.mark.parametrize("sizes", [(3,), (1, 3), (2, 2), (4, 3, 1)])
-def test_batches_accumulated_or_not_are_unbiased(sizes):
-    """Weights 1 / (steps * size): the mean over all ways to draw the samples with replacement is
-    what they are drawn from, exactly."""
-    model = quadratic()
-    model.w.data = AT[:2].clone()
-    is_unbiased(model, POINTS[:2, :2] * 3, sizes)
 
 
 @pytest.mark.parametrize("per", ["model", "module", "parameter"])

@@ -38,9 +38,7 @@ def checked(run):
 
 def test_the_suite_sees_the_installed_package():
     compiled = any(PACKAGE.glob("_C.*.so"))
-    assert PACKAGE.parent != ROOT or compiled, (
-        "run `pytest`: `python -m pytest` imports ./torchgradx"
-    )
+    assert PACKAGE.parent != ROOT or compiled, "run `pytest`: `python -m` imports ./torchgradx"
 
 
 def test_the_version_is_written_once():
@@ -155,9 +153,8 @@ def test_the_facts_are_printed_by_info_and_without_an_argument(capsys):
     code = "import runpy; runpy.run_module('torchgradx', run_name='__main__')"
     for facts in (capsys.readouterr().out, checked(python(code))):
         names = re.findall(r"^(\w+(?: \w+)?)  +\S", facts, re.MULTILINE)
-        assert names == [
-            *("torchgradx", "torch", "extension", "CPU", "CUDA kernels", "device", "backend auto")
-        ]
+        wanted = "torchgradx, torch, extension, CPU, CUDA kernels, device, backend auto"
+        assert names == wanted.split(", ")
     assert ("loaded" if ops.NATIVE else "not loaded") in facts
     assert f"CUDA kernels  {'compiled for ' if ops.CUDA else 'none: ' + ops.WHY_NOT_CUDA}" in facts
     assert importlib.metadata.version("torchgradx") in facts
@@ -180,7 +177,6 @@ with torchgradx.attach(model) as probe:
 
 @pytest.fixture
 def uncompiled(tmp_path):
-    """A copy of the package as an installation without a compiler leaves it."""
     copy = tmp_path / "torchgradx"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_C.*", "_cuda.*", "__pycache__"))
     return copy

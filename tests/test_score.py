@@ -45,8 +45,6 @@ class Forever:
 
 
 class ByList(torch.utils.data.Dataset):
-    """Indexed by whole batches."""
-
     def __init__(self, data):
         self.data = data
 
@@ -222,9 +220,8 @@ def test_scores_are_of_the_eval_mode_unless_said_otherwise():
 
 def test_a_pool_is_attached_once_and_needs_the_memory_of_a_batch(monkeypatch):
     attached, alive, most = [], weakref.WeakSet(), []
-    monkeypatch.setattr(
-        scoring, "attach", lambda *a, **k: attached.append(1) or torchgradx.attach(*a, **k)
-    )
+    counted = lambda *a, **k: attached.append(1) or torchgradx.attach(*a, **k)  # noqa: E731
+    monkeypatch.setattr(scoring, "attach", counted)
 
     class Watched(nn.Module):
         def forward(self, x):

@@ -72,9 +72,8 @@ def test_several_kinds_are_had_from_one_pass(tmp_path):
     assert [float(row.split(",")[2]) for row in rows] == got["norm"].tolist()
     assert list(score(model, DataLoader(data, 4), kind=["loss"])) == ["loss"]
     soft = TensorDataset(data.tensors[0], F.one_hot(data.tensors[1], C).double())
-    torch.testing.assert_close(
-        torch.tensor(score(model, DataLoader(soft, 4), None, kind="el2n")), want["el2n"]
-    )
+    got = score(model, DataLoader(soft, 4), None, kind="el2n")
+    torch.testing.assert_close(torch.tensor(got), want["el2n"])
 
 
 class Output(dict):
@@ -85,9 +84,8 @@ class Output(dict):
 
 def with_loss(m, x, labels=None):
     logits = m.inner(x)
-    return Output(
-        logits=logits, **({} if labels is None else {"loss": F.cross_entropy(logits, labels)})
-    )
+    loss = {} if labels is None else {"loss": F.cross_entropy(logits, labels)}
+    return Output(logits=logits, **loss)
 
 
 def test_a_models_own_loss_and_logits_do():
@@ -101,9 +99,8 @@ def test_a_models_own_loss_and_logits_do():
         torch.testing.assert_close(torch.tensor(values), want[kind])
     close(torch.tensor(score(model, loader, None)), want["norm"])
     unlabelled = DataLoader(StackDataset(x=x), 4)
-    torch.testing.assert_close(
-        torch.tensor(score(model, unlabelled, None, kind="margin")), want["margin"]
-    )
+    got = score(model, unlabelled, None, kind="margin")
+    torch.testing.assert_close(torch.tensor(got), want["margin"])
     with pytest.raises(TypeError, match="loss_fn=None takes the loss"):
         score(model, unlabelled, None)
 

@@ -148,9 +148,8 @@ def test_concatenated_graphs_have_an_entry_for_each_item_and_kind():
     model, data = Convolving().double(), graphs()
     kinds = ["norm", "loss", "el2n", "margin", "entropy", "egl"]
     loader = DataLoader(data, 4, collate_fn=concatenated)
-    got = torchgradx.score(
-        model, F.cross_entropy, loader, kind=kinds, sample_ids=ids_of, progress=False
-    )
+    options = {"sample_ids": ids_of, "progress": False}
+    got = torchgradx.score(model, F.cross_entropy, loader, kind=kinds, **options)
     assert list(got) == ["item", "id", *kinds]
     assert got["item"].tolist() == list(range(len(SIZES)))
     assert not got["id"].any()
@@ -195,8 +194,6 @@ def test_what_was_interrupted_in_the_second_model_goes_on_behind_its_finished_ba
 
 # ---- Errors --------------------------------------------------------------------------------------
 def renumbered(rows):
-    """A collate function whose ids are these."""
-
     def collate(samples):
         tokens, at, _, (_, words) = packed(samples)
         ids = torch.tensor(rows).repeat_interleave(3, 1)[: len(tokens)]
@@ -211,9 +208,7 @@ def renumbered(rows):
 def test_samples_whose_item_is_not_clear_are_refused(rows):
     loader = DataLoader(Corpus([[3, 3, 3]] * 2), 2, collate_fn=renumbered(rows))
     with pytest.raises(ValueError, match="in a batch of 2 items, and does not show which item"):
-        torchgradx.score(
-            gpt(), lambda out, y: out.square().mean(), loader, sample_ids=ids_of, progress=False
-        )
+        torchgradx.score(gpt(), lambda out, y: out.square().mean(), loader, sample_ids=ids_of)
 
 
 def test_kinds_that_are_not_by_sample_are_refused():

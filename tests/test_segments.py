@@ -145,16 +145,13 @@ def joined(case):
 
 
 def seen(case):
-    """Documents see each other."""
     case.joins = True
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize(
-    ("name", "sizes", "spoil"), [("graphs", [4, 3, 5], joined), ("packed", [[4, 3, 5]], seen)]
-)
-def test_samples_that_meet_are_refused_in_every_step(name, sizes, spoil, first):
-    make, _ = CASES[name]
+@pytest.mark.parametrize(("name", "spoil"), [("graphs", joined), ("packed", seen)])
+def test_samples_that_meet_are_refused_in_every_step(name, spoil, first):
+    (make, _), sizes = CASES[name], [4, 3, 5] if name == "graphs" else [[4, 3, 5]]
     model = make().model().to(DOUBLE)
     with torchgradx.attach(model, sample_ids=ids_of) as probe:
         for meet in (first, not first, True, False):
@@ -230,16 +227,13 @@ def drawn(name, sizes, seed=0):
     return case.model().to(DOUBLE), case.draw(sizes, torch.Generator().manual_seed(seed))
 
 
-def token_mean(out, y):
-    return F.cross_entropy(out.flatten(0, 1), y)
-
-
 def of_tokens(name, rows):
     """A mean over all tokens, with token weights."""
     model, case = drawn(name, rows)
     weights = torchgradx.token_weights(torch.cat(case.y), sample_ids=case.ids.flatten())
     options = {"loss_reduction": "sum", "loss_scale": lambda args, kwargs: weights}
     inputs = {"tokens": case.x, "positions": case.at, "ids": case.ids}
+    token_mean = lambda out, y: F.cross_entropy(out.flatten(0, 1), y)  # noqa: E731
     return model, case, token_mean, inputs, torch.cat(case.y), options
 
 
@@ -249,10 +243,10 @@ def of_graphs(name, sizes):
     return model, case, F.cross_entropy, inputs, case.y, {}
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "sizes"),
-    [(of_graphs, "graphs", [3, 4, 2]), (of_tokens, "packed", [[3, 4, 2]])],
-)
+OF = [(of_graphs, "graphs", [3, 4, 2]), (of_tokens, "packed", [[3, 4, 2]])]
+
+
+@pytest.mark.parametrize(("make", "name", "sizes"), OF)
 def test_grad_norms_and_verify(make, name, sizes):
     model, case, loss, inputs, y, options = make(name, sizes)
     options["sample_ids"] = ids_of

@@ -72,7 +72,6 @@ def largest_of_all(h):
 
 
 def chosen_by_experts(h):
-    """Each column takes half of the batch."""
     columns = []
     for column in h.unbind(1):
         values, at = column.topk(max(1, len(h) // 2))

@@ -61,16 +61,14 @@ def padded(model, x, y):  # a mean over tokens, of which samples have more or fe
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=4)
 
 
-@pytest.mark.parametrize(
-    "kind", ["padded tokens", "class weights", "smoothed", "a part of the loss"]
-)
+@pytest.mark.parametrize("kind", ["padded tokens", "class weights", "smoothed", "a part of it"])
 def test_a_mean_over_what_counts_is_refused_where_samples_count_differently(kind):
     x, y = torch.randn(N, 7, 3), torch.randint(0, 4, (N, 7))
     model = nn.Linear(3, 5).double()
     weight = torch.tensor([1.0, 2, 3, 1, 1]).double()
     options = {"weight": weight} if kind == "class weights" else {"ignore_index": 4}
     options |= {"label_smoothing": 0.1} if kind == "smoothed" else {}
-    factor, more = (2.0, 1.0) if kind == "a part of the loss" else (1.0, 0.0)
+    factor, more = (2.0, 1.0) if kind == "a part of it" else (1.0, 0.0)
 
     def loss_fn(out, y, **how):
         how = options | how
@@ -204,9 +202,8 @@ def test_arguments_that_mean_nothing_are_refused_by_name(rtol):
 def test_dropout_that_is_on_is_named():
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2), nn.Dropout(0.0))
     model.append(nn.Sequential(nn.Dropout(0.1)))
-    with pytest.raises(
-        torchgradx.VerificationError, match=r"Dropout is on in 1, 4\.0: say model\.eval"
-    ):
+    words = r"Dropout is on in 1, 4\.0: say model\.eval"
+    with pytest.raises(torchgradx.VerificationError, match=words):
         torchgradx.verify(model, F.mse_loss, torch.randn(4, 3), torch.randn(4, 2))
 
 

@@ -15,8 +15,6 @@ from torchgradx import ImportanceSampler, IndexedDataset, OutlierWatch
 
 
 class Written:
-    """A SummaryWriter that remembers."""
-
     def __init__(self):
         self.scalars = []
 
@@ -25,7 +23,6 @@ class Written:
 
 
 def spiky(steps, size=8):
-    """Norms that drift, some of them far out."""
     norms = torch.rand(steps, size, dtype=torch.float64) * torch.linspace(1, 3, steps)[:, None] + 1
     norms[torch.rand(steps, size) < 0.03] *= 20
     return norms

@@ -251,9 +251,8 @@ def a_sharded_layer_is_left_as_it_was():
             fully_shard(m.into)
             sharded()(m)
         square(model, samples(0)).backward()
-    assert [k.__name__ for k in type(model.into).__mro__] == [
-        k.__name__ for k in type(twin.into).__mro__
-    ]
+    ours, plain = ([k.__name__ for k in type(m.into).__mro__] for m in (model, twin))
+    assert ours == plain
     square(model, samples(0)).backward()
 
 
@@ -265,9 +264,8 @@ def scenarios(rank, folder):
     def add(name, wrap, where=("before",), modes=tuple(MODES), make=net, **how):
         for place in where:
             for mode in modes:
-                table[f"{name}, {place}, {mode}"] = partial(
-                    steps, make, wrap, place, MODES[mode], **how
-                )
+                run = partial(steps, make, wrap, place, MODES[mode], **how)
+                table[f"{name}, {place}, {mode}"] = run
 
     inside_or_out = ("before", "inside", "outside")
     few = ("fused", "vmap")
