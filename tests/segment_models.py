@@ -4,6 +4,7 @@ A case draws samples of given sizes, calls a model on all of them joined, and on
 """
 
 import torch
+from attach_models import Model
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,15 +16,11 @@ def spread(sizes):
     return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
 
 
-class DeepSet(nn.Module):
-    def __init__(self, pool="index_add"):
-        super().__init__()
-        self.a, self.n, self.b = nn.Linear(D, 8), nn.LayerNorm(8), nn.Linear(8, CLASSES)
-        self.pool = pool
+def deep_set(pool="index_add"):
+    def forward(m, x, ids, n):
+        return m.b(pooled(torch.relu(m.n(m.a(x))), ids, n, pool))
 
-    def forward(self, x, ids, n):
-        h = torch.relu(self.n(self.a(x)))
-        return self.b(pooled(h, ids, n, self.pool))
+    return Model(forward, a=nn.Linear(D, 8), n=nn.LayerNorm(8), b=nn.Linear(8, CLASSES))
 
 
 def pooled(h, rows, n, how):
@@ -39,61 +36,49 @@ def pooled(h, rows, n, how):
     return zeros.scatter_reduce(0, wide, h, how, include_self=False)
 
 
-class Attending(nn.Module):
+def attending(m, x, ids, n):
     """Attention pooling of bags: a softmax over the rows of each bag."""
-
-    def __init__(self):
-        super().__init__()
-        self.v, self.s, self.o = nn.Linear(D, 8), nn.Linear(D, 1), nn.Linear(8, CLASSES)
-
-    def forward(self, x, ids, n):
-        score = self.s(x).squeeze(-1).exp()
-        total = score.new_zeros(n).index_add(0, ids, score)
-        weight = score / total[ids]
-        return self.o(pooled(self.v(x) * weight[:, None], ids, n, "index_add"))
+    score = m.s(x).squeeze(-1).exp()
+    weight = score / score.new_zeros(n).index_add(0, ids, score)[ids]
+    return m.o(pooled(m.v(x) * weight[:, None], ids, n, "index_add"))
 
 
-class Convolving(nn.Module):
+def convolve(m, x, edges, ids, n):
+    src, dst = edges
+    ones = x.new_ones(len(x) + len(dst))
+    degree = ones[: len(x)].index_add(0, dst, ones[len(x) :])
+    norm = (degree[src] * degree[dst]).rsqrt()
+    h = m.gcn(x)
+    h = torch.relu(h.index_add(0, dst, norm[:, None].to(h.dtype) * h.index_select(0, src)))
+    zeros, wide = torch.zeros_like(h), dst[:, None].expand(-1, 8)
+    h = h + zeros.index_add(0, dst, m.first(torch.cat([x[src], x[dst] - x[src]], 1)))
+    mean = zeros.scatter_reduce(0, wide, h[src], "mean", include_self=False)
+    h = torch.relu(m.root(h) + m.sage(mean))
+    h = m.gin(h + zeros.index_add(0, dst, h[src]))
+    edge = torch.tanh(m.edge(torch.cat([h[dst], h[src] - h[dst]], 1)))
+    h = zeros.scatter_reduce(0, wide, edge, "amax", include_self=False)
+    return m.out(pooled(h, ids, n, "mean"))
+
+
+def convolving():
     """GCN-, SAGE- and GIN-like layers, and one that looks at edges (EdgeConv)."""
-
-    def __init__(self):
-        super().__init__()
-        self.gcn, self.sage, self.root = nn.Linear(D, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.gin = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-        self.edge = nn.Linear(16, 8)
-        self.first = nn.Linear(2 * D, 8)
-        self.out = nn.Linear(8, CLASSES)
-
-    def forward(self, x, edges, ids, n):
-        src, dst = edges
-        ones = x.new_ones(len(x) + len(dst))
-        degree = ones[: len(x)].index_add(0, dst, ones[len(x) :])
-        norm = (degree[src] * degree[dst]).rsqrt()
-        h = self.gcn(x)
-        h = torch.relu(h.index_add(0, dst, norm[:, None].to(h.dtype) * h.index_select(0, src)))
-        zeros, wide = torch.zeros_like(h), dst[:, None].expand(-1, 8)
-        h = h + zeros.index_add(0, dst, self.first(torch.cat([x[src], x[dst] - x[src]], 1)))
-        mean = zeros.scatter_reduce(0, wide, h[src], "mean", include_self=False)
-        h = torch.relu(self.root(h) + self.sage(mean))
-        h = self.gin(h + zeros.index_add(0, dst, h[src]))
-        m = torch.tanh(self.edge(torch.cat([h[dst], h[src] - h[dst]], 1)))
-        h = zeros.scatter_reduce(0, wide, m, "amax", include_self=False)
-        return self.out(pooled(h, ids, n, "mean"))
+    sizes = {"gcn": (D, 8), "sage": (8, 8), "root": (8, 8), "edge": (16, 8), "first": (2 * D, 8)}
+    layers = {name: nn.Linear(*size) for name, size in sizes.items()}
+    gin = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    return Model(convolve, **layers, gin=gin, out=nn.Linear(8, CLASSES))
 
 
-class Encoder(nn.Module):
+def encoder():
     """A layer of torch's own, whose attention has the sequences first."""
 
-    def __init__(self):
-        super().__init__()
-        self.emb, self.out = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-
-    def forward(self, tokens, positions, ids=None, joins=False):
+    def forward(m, tokens, positions, ids=None, joins=False):
         mask = None
         if ids is not None and not joins:
             mask = (ids[:, :, None] != ids[:, None, :]).repeat_interleave(2, 0)
-        return self.out(self.layer(self.emb(tokens), src_mask=mask))
+        return m.out(m.layer(m.emb(tokens), src_mask=mask))
+
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return Model(forward, emb=nn.Embedding(WORDS, 8), layer=layer, out=nn.Linear(8, WORDS))
 
 
 def ring(size, more, generator):
@@ -103,44 +88,37 @@ def ring(size, more, generator):
     return torch.cat([edges, extra], 1)
 
 
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.heads = heads
-
-    def forward(self, x, mask):
-        b, t, c = x.shape
-        q, k, v = (
-            part.view(b, t, self.heads, c // self.heads).transpose(1, 2)
-            for part in self.qkv(self.ln1(x)).split(c, 2)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        x = x + self.proj(y.transpose(1, 2).reshape(b, t, c))
-        return x + self.down(F.gelu(self.up(self.ln2(x))))
+def attend(m, x, mask, heads=2):
+    b, t, c = x.shape
+    parts = m.qkv(m.ln1(x)).split(c, 2)
+    q, k, v = (part.view(b, t, heads, c // heads).transpose(1, 2) for part in parts)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    x = x + m.proj(y.transpose(1, 2).reshape(b, t, c))
+    return x + m.down(F.gelu(m.up(m.ln2(x))))
 
 
-class GPT(nn.Module):
-    def __init__(self, tied=True, layers=2, width=12, heads=2, words=WORDS, longest=32):
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(words, width), nn.Embedding(longest, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.ln = nn.LayerNorm(width)
-        self.head = nn.Linear(width, words, bias=False)
-        if tied:
-            self.head.weight = self.wte.weight
+def block(width):
+    return Model(attend, ln1=nn.LayerNorm(width), ln2=nn.LayerNorm(width),
+                 qkv=nn.Linear(width, 3 * width), proj=nn.Linear(width, width),
+                 up=nn.Linear(width, 2 * width), down=nn.Linear(2 * width, width))  # fmt: skip
 
-    def forward(self, tokens, positions, ids=None, joins=False):
-        s = tokens.shape[1]
-        mask = torch.ones(s, s, dtype=torch.bool).tril()[None]
+
+def gpt(tied=True, layers=2, width=12):
+    def forward(m, tokens, positions, ids=None, joins=False):
+        mask = torch.ones(*tokens.shape[1:] * 2, dtype=torch.bool).tril()[None]
         if ids is not None and not joins:
             mask = mask & (ids[:, :, None] == ids[:, None, :])
-        h = self.wte(tokens) + self.wpe(positions)
-        for block in self.blocks:
+        h = m.wte(tokens) + m.wpe(positions)
+        for block in m.blocks:
             h = block(h, None if joins == "causal" else mask[:, None])
-        return self.head(self.ln(h))
+        return m.head(m.ln(h))
+
+    model = Model(forward, wte=nn.Embedding(WORDS, width), wpe=nn.Embedding(32, width),
+                  blocks=nn.ModuleList(block(width) for _ in range(layers)),
+                  ln=nn.LayerNorm(width), head=nn.Linear(width, WORDS, bias=False))  # fmt: skip
+    if tied:
+        model.head.weight = model.wte.weight
+    return model
 
 
 class Case:
@@ -165,7 +143,9 @@ class Sets(Case):
         self.pool, self.shuffled = pool, shuffled
 
     def model(self):
-        return Attending() if self.pool == "softmax" else DeepSet(self.pool)
+        if self.pool != "softmax":
+            return deep_set(self.pool)
+        return Model(attending, v=nn.Linear(D, 8), s=nn.Linear(D, 1), o=nn.Linear(8, CLASSES))
 
     def draw(self, sizes, generator, dtype=torch.float64):
         super().draw(sizes, generator, dtype)
@@ -186,7 +166,7 @@ class Graphs(Case):
         self.more = more
 
     def model(self):
-        return Convolving()
+        return convolving()
 
     def draw(self, sizes, generator, dtype=torch.float64):
         super().draw(sizes, generator, dtype)
@@ -209,7 +189,7 @@ class Packed(Case):
     joins = False  # documents of a row see each other
 
     def __init__(self, tied=True, make=None):
-        self.make = make or (lambda: GPT(tied))
+        self.make = make or (lambda: gpt(tied))
 
     def model(self):
         return self.make()
@@ -261,7 +241,7 @@ CASES = {
     "rings": (lambda: Graphs(0), [[3, 4, 2], [5, 4], [2, 5, 2], [9]]),
     "packed": (lambda: Packed(tied=False), ROWS),
     "packed, tied": (Packed, ROWS),
-    "encoder": (lambda: Packed(make=Encoder), ROWS),
+    "encoder": (lambda: Packed(make=encoder), ROWS),
 }
 
 

@@ -46,12 +46,12 @@ def tied():
     return model
 
 
-def rows(n, t=5):
-    return torch.randn(n, t, 3).double()
+def rows(n):
+    return torch.randn(n, 5, 3).double()
 
 
-def images(n, size=9):
-    return torch.randn(n, 3, size, size).double()
+def images(n):
+    return torch.randn(n, 3, 9, 9).double()
 
 
 def ids(n, t=5):

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import segment_models as models
 import torch
-from segment_models import GPT, WORDS, Convolving, D, ring
+from segment_models import WORDS, D, ring
 from test_score_files import columns_of
 from torch import nn
 from torch.nn import functional as F
@@ -73,7 +74,7 @@ def ids_of(args, kwargs):
 
 def gpt(seed=0):
     torch.manual_seed(seed)
-    return GPT(tied=False, layers=1).double()
+    return models.gpt(tied=False, layers=1).double()
 
 
 def score(model, data=None, batch=3, **options):
@@ -145,7 +146,7 @@ def concatenated(samples):
 
 def test_concatenated_graphs_have_an_entry_for_each_item_and_kind():
     torch.manual_seed(0)
-    model, data = Convolving().double(), graphs()
+    model, data = models.convolving().double(), graphs()
     kinds = ["norm", "loss", "el2n", "margin", "entropy", "egl"]
     loader = DataLoader(data, 4, collate_fn=concatenated)
     options = {"sample_ids": ids_of, "progress": False}

@@ -6,7 +6,7 @@ from attach_models import Model
 from attach_modes import a_few_modes
 from attach_oracle import close_named
 from attach_steps import refusal
-from segment_models import CASES, D, DeepSet, spread
+from segment_models import CASES, D, deep_set, spread
 from torch import nn
 from torch.nn import functional as F
 
@@ -102,7 +102,7 @@ def test_autocast(name):
 
 
 def test_two_passes_and_no_row_of_a_sample():
-    model = DeepSet().to(DOUBLE)
+    model = deep_set().to(DOUBLE)
     with torchgradx.attach(model, sample_ids=ids_of, batch_size=3, loss_reduction="sum") as probe:
         for _ in range(2):
             b = torch.tensor([0, 2, 2, 0, 0])
@@ -115,7 +115,7 @@ def test_two_passes_and_no_row_of_a_sample():
 
 
 def test_rows_of_very_unequal_samples_are_not_padded():
-    model = DeepSet().to(DOUBLE)
+    model = deep_set().to(DOUBLE)
     largest = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -201,7 +201,7 @@ def test_convolutions_over_packed_rows_are_refused_by_name():
 
 
 def test_what_sample_ids_returns():
-    model = DeepSet()
+    model = deep_set()
     x, b = torch.randn(5, D), torch.tensor([0, 0, 1, 1, 1])
     with pytest.raises(TypeError, match="sample_ids must be a callable"):
         torchgradx.attach(model, sample_ids=b)

@@ -34,40 +34,25 @@ MODES = {
 
 
 # ---- The model -----------------------------------------------------------------------------------
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+def block():
+    return Model(lambda m, x: x + m.down(torch.tanh(m.up(m.norm(x)))), norm=nn.LayerNorm(4),
+                 up=nn.Linear(4, 8), down=nn.Linear(8, 4))  # fmt: skip
 
 
-class Net(nn.Module):
+def net(reentrant=None, extra=False):
     """Blocks, checkpointed or not; `extra`: a GRU (two outputs) and a parameter of the root's."""
 
-    def __init__(self, reentrant=None, extra=False):
-        super().__init__()
-        self.reentrant = reentrant
-        self.into, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.blocks = nn.ModuleList([Block(4), Block(4)])
-        self.gru = nn.GRU(4, 4, batch_first=True) if extra else None
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4)) if extra else None
+    def forward(m, x):
+        x = torch.tanh(m.into(x))
+        for block in m.blocks:
+            x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+        return m.out(m.gru(x)[0] * m.scale if extra else x)
 
-    def forward(self, x):
-        x = torch.tanh(self.into(x))
-        for block in self.blocks:
-            kind = self.reentrant
-            x = block(x) if kind is None else checkpoint(block, x, use_reentrant=kind)
-        if self.gru is not None:
-            x = self.gru(x)[0] * self.scale
-        return self.out(x)
-
-
-def net(**kinds):
     torch.manual_seed(0)
-    return Net(**kinds).double()
+    gru, scale = nn.GRU(4, 4, batch_first=True), torch.linspace(0.5, 1.5, 4)
+    return Model(forward, into=nn.Linear(3, 4), out=nn.Linear(4, 2),
+                 blocks=nn.ModuleList([block(), block()]),
+                 **({"gru": gru, "scale": scale} if extra else {})).double()  # fmt: skip
 
 
 def samples(step, n=N, t=T, rank=None):
