@@ -71,10 +71,8 @@ LINEAR = [
     Linear(33, 4, 8, 8), Linear(10, 30, 33, 20),  # more samples than threads; than a chunk holds
 ]  # fmt: skip
 CONV2D = [
-    Conv2d(0, 3, 4, (5, 5), (3, 3)),  # no samples
-    Conv2d(1, 1, 1, (1, 1), (1, 1)),
-    Conv2d(2, 3, 5, (7, 6), (3, 3), (1, 1), (1, 1)),
-    Conv2d(3, 4, 6, (8, 8), (1, 1)),  # 1x1
+    Conv2d(0, 3, 4, (5, 5), (3, 3)), Conv2d(1, 1, 1, (1, 1), (1, 1)),  # no samples
+    Conv2d(2, 3, 5, (7, 6), (3, 3), (1, 1), (1, 1)), Conv2d(3, 4, 6, (8, 8), (1, 1)),  # 1x1
     Conv2d(2, 4, 6, (9, 7), (1, 1), (2, 3)),  # 1x1, strided
     Conv2d(2, 5, 6, (24, 23), (1, 1), (2, 2)),  # the same of many pixels
     Conv2d(2, 5, 3, (9, 8), (3, 2), (2, 1), (1, 0)),  # rectangular throughout
@@ -89,15 +87,14 @@ CONV2D = [
     Conv2d(2, 17, 31, (5, 5), (3, 3), (1, 1), (1, 1)),
     Conv2d(2, 32, 28, (4, 4), (3, 3), (1, 1), (1, 1)),  # whole tiles
     Conv2d(2, 64, 15, (3, 3), (3, 3), (1, 1), (1, 1)),  # more features than pixels
-    Conv2d(1, 2, 3, (33, 31), (7, 7), (2, 2), (3, 3)),  # a first layer's
-    Conv2d(17, 2, 2, (5, 5), (2, 2)),
+    Conv2d(1, 2, 3, (33, 31), (7, 7), (2, 2), (3, 3)), Conv2d(17, 2, 2, (5, 5), (2, 2)),
     Conv2d(3, 9, 9, (7, 6), (3, 3), (1, 1), (1, 1), (1, 1), 9),  # depthwise, as many as to be lanes
     Conv2d(2, 33, 33, (15, 14), (3, 2), (1, 1), (1, 1), (1, 2), 33),  # beyond a warp, two tiles
     Conv2d(2, 8, 24, (9, 8), (5, 3), (2, 1), (2, 1), (1, 1), 8),  # three a channel
     Conv2d(2, 16, 16, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1), 8),  # two channels a group
     Conv2d(2, 8, 8, (9, 9), (7, 7), (1, 1), (3, 3), (1, 1), 8),  # 49 taps
     Conv2d(2, 8, 8, (40, 7), (3, 3), (5, 3), (1, 1), (8, 1), 8),  # far apart
-]
+]  # fmt: skip
 
 
 def draw(shape, dtype, kind, seed):

@@ -13,7 +13,14 @@ D, CLASSES, WORDS = 6, 3, 23
 
 def spread(sizes):
     """The sample of each row."""
-    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.long))
+
+
+def packed_row(lengths, size):
+    """Document ids of a row, padded with -1, and the positions in its documents."""
+    at = torch.cat([torch.arange(length) for length in [0, *lengths]])
+    rest = 0, size - len(at)
+    return F.pad(spread(lengths), rest, value=-1), F.pad(at, rest)
 
 
 def deep_set(pool="index_add"):
@@ -165,8 +172,7 @@ class Graphs(Case):
     def __init__(self, more=2):
         self.more = more
 
-    def model(self):
-        return convolving()
+    model = staticmethod(convolving)
 
     def draw(self, sizes, generator, dtype=torch.float64):
         super().draw(sizes, generator, dtype)
@@ -189,22 +195,14 @@ class Packed(Case):
     joins = False  # documents of a row see each other
 
     def __init__(self, tied=True, make=None):
-        self.make = make or (lambda: gpt(tied))
-
-    def model(self):
-        return self.make()
+        self.model = make or (lambda: gpt(tied))
 
     def draw(self, sizes, generator, dtype=torch.float64):
-        longest = max(map(sum, sizes))
-        self.ids = torch.full((len(sizes), longest), -1)
-        self.at = torch.zeros_like(self.ids)
-        self.n = 0
-        for row, lengths in enumerate(sizes):
-            start = 0
-            for length in lengths:
-                here = slice(start, start + length)
-                self.ids[row, here], self.at[row, here] = self.n, torch.arange(length)
-                self.n, start = self.n + 1, start + length
+        rows = [packed_row(lengths, max(map(sum, sizes))) for lengths in sizes]
+        ids, self.at = map(torch.stack, zip(*rows, strict=True))
+        counts = torch.tensor([*map(len, sizes)])
+        first, self.n = (counts.cumsum(0) - counts)[:, None], int(counts.sum())
+        self.ids = torch.where(ids < 0, ids, ids + first)
         self.x = torch.randint(0, WORDS, self.ids.shape, generator=generator)
         words = torch.randint(0, WORDS, self.ids.shape, generator=generator)
         self.y = [words[self.ids == k] for k in range(self.n)]

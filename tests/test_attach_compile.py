@@ -209,7 +209,6 @@ def test_in_a_compiled_step():
 @backends
 def test_autocast_is_that_of_the_eager_model(make, backend, dtype):
     model, x = make(), ids(N) if make is tokens else images(N).float()
-
     loss = under_autocast(dtype)
     with torchgradx.attach(model) as probe:
         loss(model, x).backward()

@@ -209,7 +209,6 @@ HOOKS = {
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_of_the_users_own_are_honoured_whoever_came_first(kind, first, options):
     model, x = mlp().double(), torch.randn(N, 3).double()
-
     hooked, register = copy.deepcopy(model), HOOKS[kind]
     register(hooked[2])
     want = loop(hooked, square, x)

@@ -246,7 +246,6 @@ def test_a_linear_of_gpt2_used_twice_and_tied_to_a_table(options):
     kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
     twice = Model(lambda m, x: m.c(torch.tanh(m.c(x))), c=kind(3, 3))
     check(twice, square, torch.randn(N, 5, 3), **options)
-    tied = Model(lambda m, ids, x: m.c(x).tanh() + m.table(ids), c=kind(3, 7),
-                 table=nn.Embedding(7, 3))  # fmt: skip
+    tied = Model(lambda m, i, x: m.c(x).tanh() + m.table(i), c=kind(3, 7), table=nn.Embedding(7, 3))
     tied.table.weight = tied.c.weight
     check(tied, square, torch.randint(0, 7, (N, 5)), torch.randn(N, 5, 7), **options)

@@ -65,12 +65,11 @@ def test_every_option_by_the_operators_of_a_gpu(kind, option):
 def test_first_states_and_their_gradients(kind, option, options):
     rnn = made(kind, option)
     rows = rnn.num_layers * (1 + rnn.bidirectional)
-    first = [torch.randn(N, rows, rnn.proj_size or H)]
+    h = [torch.randn(N, rows, rnn.proj_size or H)]
     if kind == "lstm":
-        first.append(torch.randn(N, rows, H))
+        h.append(torch.randn(N, rows, H))
     for dtype in (torch.float64, torch.float32):
-        check(net(rnn), square, torch.randn(N, T, I), *first, dtype=dtype, input_grad=True,
-              **options)  # fmt: skip
+        check(net(rnn), square, torch.randn(N, T, I), *h, dtype=dtype, input_grad=True, **options)
 
 
 @pytest.mark.grid(pairs=False)

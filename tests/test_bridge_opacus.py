@@ -166,7 +166,6 @@ def test_a_private_step_clips_by_our_norms(registered):
     )  # fmt: skip
     criterion(private(x), y).backward()
     optimizer.step()
-
     total = [torch.zeros_like(p) for p in twin.parameters()]
     for n in range(6):
         loss = nn.functional.cross_entropy(twin(x[n : n + 1]), y[n : n + 1])

@@ -24,18 +24,14 @@ WIDTH = 6
 def make():
     return nn.Sequential(nn.Linear(5, WIDTH), nn.Dropout(0.5), nn.Tanh(), nn.Linear(WIDTH, 3))
 class Mixing(nn.Module):
-    def __init__(self):
+    def __init__(self, out=None):
         super().__init__()
-        self.fc = nn.Linear(5, 3)
-    def forward(self, x):
-        return self.fc(x) - self.fc(x).mean(0)
-class Refused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.out = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.fc, self.out = nn.Linear(5, 3), out or nn.Identity()
     def forward(self, x):
         h = self.fc(x)
-        return self.out(torch.tanh(h - h.mean(0)))
+        return self.out(h - h.mean(0))
+def refused():
+    return Mixing(nn.Sequential(nn.Tanh(), nn.Linear(3, 3)))
 generator = torch.Generator().manual_seed(7)
 pool = TensorDataset(torch.randn(20, 5, generator=generator), torch.arange(20) % 3)
 loader = DataLoader(pool, 7, shuffle=True)
@@ -184,12 +180,12 @@ def test_verify_prints_the_table_and_its_exit_code_tells(user, capsys):
     assert verify(model="mine.py:Mixing") == 1
     assert "fc.weight" in capsys.readouterr().err
     assert verify("--rtol", "1e-30") == 1
-    assert verify(model="mine.py:Refused") == 1
+    assert verify(model="mine.py:refused") == 1
     assert "fc.weight" in capsys.readouterr().err
 
 
 def test_score_of_a_refused_model_ends_with_1_and_names_the_parameters(user, capsys):
-    assert score(model="mine.py:Refused") == 1
+    assert score(model="mine.py:refused") == 1
     said = capsys.readouterr().err
     assert "refused" in said
     assert "fc.weight" in said

@@ -93,20 +93,12 @@ def valid(name, names, rng):
 
 
 def _reshaped(x, rng):
-    shape = list(x.shape)
-    where = rng.randrange(len(shape))
-    how = rng.randrange(5)
-    if how == 0:
-        shape[where] += rng.choice((1, 2, 17))
-    elif how == 1:
-        shape[where] = 0
-    elif how == 2:
-        del shape[where]
-    elif how == 3:
-        shape.insert(where, rng.choice((1, 2)))
-    else:
-        return torch.ones(())
-    return x.new_ones(shape)
+    shape, where = list(x.shape), rng.randrange(x.dim())
+    size = shape[where]
+    now = rng.choice(([size + rng.choice((1, 2, 17))], [0], [], [rng.choice((1, 2)), size], None))
+    return (
+        torch.ones(()) if now is None else x.new_ones([*shape[:where], *now, *shape[where + 1 :]])
+    )
 
 
 def _huge(x, rng):

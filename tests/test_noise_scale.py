@@ -137,28 +137,32 @@ def test_a_state_goes_on_as_if_nothing_had_happened():
         NoiseScale(per="module").load_state_dict(one.state_dict())
 
 
-def test_steps_that_say_nothing_are_skipped_and_counted():
-    model, noise = quadratic(), NoiseScale()
-    assert noise.noise_scale != noise.noise_scale, "NaN before the first step"
+@pytest.fixture
+def watched():
+    """A quadratic model, its probe, and the noise scale with its defaults."""
+    model = quadratic()
     with torchgradx.attach(model) as probe:
-        step(model, probe, noise, POINTS[:1])
-        step(model, probe, noise, POINTS * float("inf"))
-        assert (noise.steps, noise.skipped) == (0, 2)
-        step(model, probe, noise, POINTS)
+        yield model, probe, NoiseScale()
+
+
+def test_steps_that_say_nothing_are_skipped_and_counted(watched):
+    noise = watched[-1]
+    assert noise.noise_scale != noise.noise_scale, "NaN before the first step"
+    step(*watched, POINTS[:1])
+    step(*watched, POINTS * float("inf"))
+    assert (noise.steps, noise.skipped) == (0, 2)
+    step(*watched, POINTS)
     assert (noise.steps, noise.skipped) == (1, 2)
 
 
 # ---- Refusals ------------------------------------------------------------------------------------
-def test_a_grad_that_holds_more_than_the_record_is_refused():
-    model, noise = quadratic(), NoiseScale()
-    with torchgradx.attach(model) as probe:
-        for k in range(3):
-            half_square(model, POINTS).backward()  # never zeroed
-            if k == 0:
-                noise.update(probe)
-                continue
-            with pytest.raises(RuntimeError, match="zero it at every step"):
-                noise.update(probe)
+def test_a_grad_that_holds_more_than_the_record_is_refused(watched):
+    model, probe, noise = watched
+    step(*watched, POINTS)
+    for _ in range(2):
+        half_square(model, POINTS).backward()  # never zeroed
+        with pytest.raises(RuntimeError, match="zero it at every step"):
+            noise.update(probe)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -250,38 +254,34 @@ def test_without_grad_it_says_where_to_call_it():
 
 
 # ---- The default, and what it says ---------------------------------------------------------------
-def test_the_warm_up_is_reported_and_what_it_means_is_said():
-    model, noise = quadratic(), NoiseScale()
+def test_the_warm_up_is_reported_and_what_it_means_is_said(watched):
+    noise = watched[-1]
     assert str(noise) == "Noise scale: no step was counted yet."
     assert noise.spread == (0, float("inf"))
-    x = torch.randn(30, 8, 3, dtype=torch.float64) + 1
-    with torchgradx.attach(model) as probe:
-        for k, batch in enumerate(x):
-            assert noise.warming_up, k
-            step(model, probe, noise, batch)
-            warming = f"warming up: {k + 1} of 30 steps"
-            assert (warming in str(noise)) == (k < 29)
+    for k, batch in enumerate(torch.randn(30, 8, 3, dtype=torch.float64) + 1):
+        assert noise.warming_up, k
+        step(*watched, batch)
+        assert (f"warming up: {k + 1} of 30 steps" in str(noise)) == (k < 29)
     assert not noise.warming_up
     assert "warming" not in repr(noise)
-    now = f"at this batch of 8 makes {noise.efficiency(8):.0%} of the progress"
-    assert now in str(noise)
-    assert f"at 16 it would make {noise.efficiency(16):.0%}" in str(noise)
-    assert "A smaller batch would learn as much" in str(noise)
-    assert f"{noise.noise_scale:.0f} (" in str(noise)
+    for words in (
+        f"at this batch of 8 makes {noise.efficiency(8):.0%} of the progress",
+        f"at 16 it would make {noise.efficiency(16):.0%}",
+        "A smaller batch would learn as much", f"{noise.noise_scale:.0f} (",
+    ):  # fmt: skip
+        assert words in str(noise)
 
 
-def test_where_no_gradient_is_seen_it_is_infinite_and_says_no_number():
-    model, noise = quadratic(), NoiseScale()
+def test_where_no_gradient_is_seen_it_is_infinite_and_says_no_number(watched):
+    model, _, noise = watched
     model.w.data = POINTS.mean(0)
-    with torchgradx.attach(model) as probe:
-        for _ in range(40):
-            step(model, probe, noise, POINTS)
+    for _ in range(40):
+        step(*watched, POINTS)
     assert noise.sq_grad_norm < 0
     assert noise.noise_scale == float("inf")
     assert noise.efficiency(100) == 0
-    assert "No gradient is seen" in str(noise)
-    assert "inf" not in str(noise)
-    assert "nan" not in str(noise)
+    said = str(noise)
+    assert ("No gradient is seen" in said, "inf" in said, "nan" in said) == (True, False, False)
 
 
 def test_layers_are_told_of_by_name():

@@ -123,7 +123,6 @@ def test_rank_digits_finds_the_flipped_labels(tmp_path):
     norms = [float(row["norm"]) for row in rows]
     assert norms == sorted(norms, reverse=True)
     assert all(bool(int(r["flipped"])) == (r["given"] != r["true"]) for r in rows)
-
     k = sum(int(row["flipped"]) for row in rows)
     found = sum(int(row["flipped"]) for row in rows[:k])
     assert k == 180

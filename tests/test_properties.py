@@ -150,9 +150,10 @@ def test_half_operands_accumulate_in_float32(backend):
             assert backend.norms(algorithm, a, b).tolist() == [[2051.0**2], [2051.0**2]]
 
 
-def test_large_half_operands_do_not_overflow(backend):
+@pytest.mark.parametrize("t", [4, 16])
+def test_large_half_operands_do_not_overflow(backend, t):
     """A float16 Gram of activations of 300 is infinite; the norm is not."""
-    a, b = to(backend, *torch.full((2, 1, 4, 8), 300.0, dtype=torch.float16))
+    a, b = to(backend, *torch.full((2, 1, t, 8), 300.0, dtype=torch.float16))
     for algorithm in ("gram", "direct", "fused"):
-        expected = 64 * (4 * 300.0**2) ** 2
+        expected = 64 * (t * 300.0**2) ** 2
         assert backend.norms(algorithm, a, b)[0].tolist() == [pytest.approx(expected, rel=1e-6)]

@@ -54,30 +54,21 @@ def test_a_sentence_ends_with_what_to_do(key):
     assert remedy[-1] not in ".:;,"
 
 
-def nothing_recorded(what, model, x, probe):
-    if what == "no_grad":
-        with torch.no_grad():
-            model(x)
-    elif what == "paused":
-        with probe.paused():
-            square(model, x)
-    elif what == "called_directly":
-        model.forward(x)
-    elif what == "no_backward":
-        torch.autograd.grad(square(model, x), model[0].weight)
-    elif what == "removed":
+def pause(model, x, probe):
+    with probe.paused():
         square(model, x)
-        probe.remove()
-    elif what == "reset":
-        square(model, x).backward()
-        probe.reset()
-    elif what == "frozen":
-        model.requires_grad_(False)
-        model(x)
 
 
-CAUSES = ["not_called", "no_grad", "paused", "called_directly", "no_backward", "removed", "reset",
-          "frozen"]  # fmt: skip
+CAUSES = {
+    "not_called": lambda *_: None,
+    "no_grad": lambda model, x, _: torch.no_grad()(model)(x),
+    "paused": pause,
+    "called_directly": lambda model, x, _: model.forward(x),
+    "no_backward": lambda model, x, _: torch.autograd.grad(square(model, x), model[0].weight),
+    "removed": lambda model, x, probe: (square(model, x), probe.remove()),
+    "reset": lambda model, x, probe: (square(model, x).backward(), probe.reset()),
+    "frozen": lambda model, x, _: model.requires_grad_(False)(x),
+}
 
 
 @pytest.mark.parametrize("backend", ["auto", "vmap"])
@@ -85,7 +76,7 @@ CAUSES = ["not_called", "no_grad", "paused", "called_directly", "no_backward", "
 def test_where_nothing_is_recorded_it_says_why(what, backend):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     with torchgradx.attach(model, backend=backend) as probe:
-        nothing_recorded(what, model, torch.randn(N, 3), probe)
+        CAUSES[what](model, torch.randn(N, 3), probe)
         error = refusal(probe, "nothing is recorded")
     assert str(error).startswith(sentence(what))
     names = [name for name, p in model.named_parameters() if p.requires_grad]

@@ -109,7 +109,6 @@ def test_token_means_are_scored_by_the_samples_own():
     model = nn.Sequential(nn.Embedding(7, 5), nn.Tanh(), nn.Linear(5, 7)).double()
     x, y = torch.randint(0, 7, (N, 6)), torch.randint(0, 7, (N, 6))
     y[torch.arange(6) >= torch.randint(1, 7, (N, 1))] = -100
-
     seen = []
 
     def split(batch):

@@ -16,16 +16,6 @@ LENGTHS = [[3, 4, 2], [5], [1, 6, 1, 1], [2, 2], [4, 4], [9], [2, 3, 4]]
 S = 9  # positions of a row
 
 
-def spread_row(lengths):
-    """Document ids of a row, padded with -1, and the positions in its documents."""
-    ids, at = torch.full((S,), -1), torch.zeros(S, dtype=torch.long)
-    start = 0
-    for k, length in enumerate(lengths):
-        ids[start : start + length], at[start : start + length] = k, torch.arange(length)
-        start += length
-    return ids, at
-
-
 class Corpus:
     """Packed rows, each an item: its tokens, positions, document ids, and next tokens."""
 
@@ -40,7 +30,7 @@ class Corpus:
 
     def __getitem__(self, index):
         self.read(index)
-        ids, at = spread_row(self.lengths[index])
+        ids, at = models.packed_row(self.lengths[index], S)
         return self.tokens[index], at, ids, self.targets[index]
 
     def documents(self):
