@@ -74,6 +74,8 @@ BACKENDS = {
     "emulated": Backend("emulated", _emulated, missing=build.why_not()),
     "cuda": Backend("cuda", lambda name: getattr(ops, name), "cuda", missing=_no_cuda()),
 }  # fmt: skip
+EMULATED = BACKENDS["emulated"]
+needs_emulation = pytest.mark.skipif(bool(EMULATED.missing), reason=EMULATED.missing)
 
 
 def parameters():

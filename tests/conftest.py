@@ -83,3 +83,12 @@ def backwards(monkeypatch):
     count, plain = [], torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: count.append(1) or plain(*a, **k))
     return count
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is a cycle stays, as if the collector came late."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

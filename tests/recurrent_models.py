@@ -58,10 +58,10 @@ def net(rnn):
     return Model(forward, i=nn.Linear(I, I), r=rnn)
 
 
-def made(kind, option):
+def made(kind, option, hidden=H):
     if "proj_size" in OPTIONS[option] and kind != "lstm":
         pytest.skip("only an LSTM projects")
-    return KINDS[kind](I, H, **OPTIONS[option]).train(option != "dropout in eval")
+    return KINDS[kind](I, hidden, **OPTIONS[option]).train(option != "dropout in eval")
 
 
 @cache

@@ -15,7 +15,6 @@ from two_processes import MODES, N, attached, samples, steps
 T, WIDTH = 6, 8
 
 
-# ---- Models --------------------------------------------------------------------------------------
 def block():
     """A layer scale of its own, beside layers that may be sharded apart from it."""
     layers = {"norm": nn.LayerNorm(WIDTH), "layer": nn.Linear(WIDTH, WIDTH)}
@@ -123,7 +122,6 @@ def made(make):
     return make().double()
 
 
-# ---- What is asserted ----------------------------------------------------------------------------
 def exact(make, shard, order, options, n=N):
     """Sizes of the second step are others."""
     steps(lambda: made(make), in_place(shard), PLACE[order], options, ((n, T), (n + 1, T)))
@@ -143,7 +141,6 @@ def refused(make, shard, order, options, names, penalised=None, n=N):
             probe.reset()
 
 
-# ---- The table -----------------------------------------------------------------------------------
 TOLD, BLOCK_TOLD = {"layout": {"*": "batch"}}, {"layout": {"blocks.0": "batch"}}
 WAYS = {"by block": by_block, "by layer": by_layer,
         "by block, kept": functools.partial(by_block, reshard_after_forward=False),

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import gc
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as conte
 import torchgradx
 
 N = 4
+pytestmark = pytest.mark.usefixtures("no_collector")  # a checkpoint's graph is a cycle
 kinds_of_checkpoint = pytest.mark.parametrize("reentrant", [False, True])
 
 
@@ -175,15 +175,6 @@ def test_a_context_that_serves_one_backward(check, once, whole, options):
             loss(model, torch.randn(N, 3).double())
     else:
         stepped(model, twin, probe, options, loss, reference)
-
-
-@pytest.fixture(autouse=True)
-def graphs_die_late():
-    """A checkpoint's graph is a cycle: the collector ends it, and nobody knows when."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def block(reentrant):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from attach_models import Model, square
+from attach_models import Model, identity, square
 from attach_modes import ANY, VMAP, each_of
 from attach_oracle import close, loop_model
 from attach_steps import exact_step, refusal
@@ -15,36 +15,30 @@ import torchgradx
 
 N = 4
 modes = each_of([*ANY, *VMAP, {"clip": True}])
+ARMED = []  # what the next backward raises in its middle
 
 
-class Trap(torch.autograd.Function):
-    """The identity, whose backward raises what it is armed with."""
+def armed(grad):
+    if ARMED:
+        raise ARMED[0]("interrupted")
+    return grad
 
-    armed: type[BaseException] | None = None
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if Trap.armed is not None:
-            raise Trap.armed("interrupted")
-        return grad
+trap = identity(armed)
 
 
 def tied(m, x):
-    x = Trap.apply(m.a(x).tanh())
+    x = trap(m.a(x).tanh())
     return m.b(m.a(x)) + m.b(x)
 
 
 def two_outputs(m, x):
     first, second = m.pair(m.a(x))
-    return m.b(Trap.apply(first) + second.tanh())
+    return m.b(trap(first) + second.tanh())
 
 
 def reentrant(m, x):
-    inside = lambda x: m.b(Trap.apply(m.a(x)).tanh())  # noqa: E731
+    inside = lambda x: m.b(trap(m.a(x)).tanh())  # noqa: E731
     return m.c(checkpoint(inside, m.c(x), use_reentrant=True))
 
 
@@ -60,7 +54,7 @@ NETS = {
             lambda m, x: (x @ m.w, (x * 2) @ m.w), w=torch.randn(3, 3))), torch.randn(N, 3)),
     "reentrant": lambda: (Model(reentrant, a=linear(), b=linear(), c=linear()), torch.randn(N, 3)),
     "norms and conv": lambda: (
-        nn.Sequential(nn.Conv1d(2, 3, 2), nn.LayerNorm(4), Model(lambda m, x: Trap.apply(x)),
+        nn.Sequential(nn.Conv1d(2, 3, 2), nn.LayerNorm(4), Model(lambda m, x: trap(x)),
                       nn.GroupNorm(1, 3), nn.Linear(4, 2)), torch.randn(N, 2, 5)),
 }  # fmt: skip
 nets = pytest.mark.parametrize("net", NETS)
@@ -73,12 +67,12 @@ def made(net="tied"):
 
 def fails(loss, error=KeyError, **options):
     """A backward with an exception in its middle, which is returned."""
-    Trap.armed = error
+    ARMED.append(error)
     try:
         with pytest.raises(error) as caught:
             loss.backward(**options)
     finally:
-        Trap.armed = None
+        ARMED.clear()
     return caught
 
 

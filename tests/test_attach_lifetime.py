@@ -155,22 +155,17 @@ def test_no_activation_outlives_backward_though_the_loss_does(options):
 
 
 @a_few_modes
-def test_a_first_pass_leaves_nothing_to_the_garbage_collector(options):
+def test_a_first_pass_leaves_nothing_to_the_garbage_collector(no_collector, options):
     """Or its graph, and the outputs, would live until the collector runs."""
     model, x = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(N, 3)
-    gc.collect()
-    gc.disable()
-    try:
-        with torchgradx.attach(model, **options) as probe:
-            output = model(x)
-            kept = output.grad_fn.metadata["marker"] = nn.Identity()
-            left = weakref.ref(kept)
-            output.square().sum(1).mean().backward()
-            probe.norms()
-            del output, kept
-            assert left() is None
-    finally:
-        gc.enable()
+    with torchgradx.attach(model, **options) as probe:
+        output = model(x)
+        kept = output.grad_fn.metadata["marker"] = nn.Identity()
+        left = weakref.ref(kept)
+        output.square().sum(1).mean().backward()
+        probe.norms()
+        del output, kept
+        assert left() is None
 
 
 @pytest.mark.parametrize("options", [*ANY, {"backend": "vmap"}], ids=title)

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_models import Model, square, under_autocast
+from attach_models import Model, identity, square, under_autocast
 from attach_modes import ANY, a_few_modes, native_missing, title
 from attach_oracle import close_named, loop
 from attach_steps import exact_step, exact_steps, refusal
@@ -144,23 +144,14 @@ def test_an_embedding_of_the_users_is_looked_up_as_a_stock_one(tied, padding, op
         check_clip(model, square, batches[0])
 
 
-class Stop(torch.autograd.Function):
-    """Lets no gradient through: what is below receives none at all."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
+stop = identity(lambda grad: None)  # what is below receives no gradient at all
 
 
 @a_few_modes
 def test_a_node_that_receives_no_gradient_counts_as_zeros(options):
     def forward(m, x):
         h = m.i(x)
-        return m.o(torch.tanh(m.r(h)) + Stop.apply(m.s(h)))
+        return m.o(torch.tanh(m.r(h)) + stop(m.s(h)))
 
     parts = {key: Model(lambda m, x: x * m.w, w=torch.randn(C)) for key in "sr"}
     model = Model(forward, i=nn.Linear(3, C), o=nn.Linear(C, 2), **parts).double()

@@ -237,13 +237,6 @@ def test_complex_parameters_are_refused_and_real_ones_in_their_place_are_exact(b
         refusal(probe, "view_as_complex")
 
 
-def test_a_part_of_no_name_is_refused(model):
-    with torchgradx.attach(model) as probe:
-        square(model, samples()).backward()
-        with pytest.raises(ValueError, match="per"):
-            probe.norms(per="layer")
-
-
 @pytest.mark.parametrize("algorithm", ["gram", "direct"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_forced_algorithm_is_used_and_gives_the_same_norms(algorithm, fused):
@@ -279,3 +272,5 @@ def test_names_follow_the_model_through_nested_modules_and_the_root():
         square(model, samples()).backward()
         assert list(probe.norms(per="parameter")) == [n for n, _ in model.named_parameters()]
         assert list(probe.norms(per="module")) == ["parts.body.0", "parts.body.1", "parts.head"]
+        with pytest.raises(ValueError, match="per"):
+            probe.norms(per="layer")

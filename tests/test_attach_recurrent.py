@@ -77,10 +77,7 @@ def test_first_states_and_their_gradients(kind, option, options):
 @pytest.mark.parametrize("option", ["both ways", "projected"])
 @every_kind
 def test_threads_that_share_the_rows(kind, option):
-    if option == "projected" and kind != "lstm":
-        pytest.skip("only an LSTM projects")
-    rnn = KINDS[kind](I, 33, **OPTIONS[option])
-    x = torch.randn(18, 61, I)
+    rnn, x = made(kind, option, 33), torch.randn(18, 61, I)
     torch.set_num_threads(2)
     check(net(rnn), square, x, input_grad=True)
     model, found = net(rnn).float(), []

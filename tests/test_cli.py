@@ -87,7 +87,6 @@ def expected(seed=0, **options):
     return torchgradx.score(model, F.cross_entropy, loader, progress=False, **options)
 
 
-# ---- score ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("data", ["mine.py:pool", "mine:pool", "mine.py:loader"])
 def test_score_writes_what_the_function_returns(user, capsys, data):
     assert score("--batch-size", "6", data=data) == 0
@@ -169,7 +168,6 @@ def test_torchrun_shares_the_pool(user):
     assert not list(user.glob("*.partial"))
 
 
-# ---- verify and info -----------------------------------------------------------------------------
 def verify(*more, model="mine.py:make", data="mine.py:pool"):
     return cli.main(["verify", "--model", model, "--data", data, "--device", "cpu", *more])
 
@@ -191,7 +189,6 @@ def test_score_of_a_refused_model_ends_with_1_and_names_the_parameters(user, cap
     assert "fc.weight" in said
 
 
-# ---- What is said --------------------------------------------------------------------------------
 @pytest.mark.parametrize("command", [[], ["score"], ["verify"]])
 def test_help_tells_the_options_and_the_exit_codes(command, capsys):
     assert cli.main([*command, "--help"]) == 0

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_models import Model, mlp, square
+from attach_models import Model, identity, mlp, square
 from clip_oracle import clipped, is_sum, refuses
 from torch import nn
 
@@ -170,14 +170,7 @@ def test_what_cannot_run_again_leaves_all_as_it_was():
         probe.clip_grad_norm_(BOUND)
 
 
-class Negated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.neg_()
+negated = identity(torch.Tensor.neg_)
 
 
 @pytest.mark.parametrize("backend", ["auto", "vmap"])
@@ -186,7 +179,7 @@ def test_a_gradient_that_is_changed_in_place_later(backend):
 
     def branches(m, x):
         h = torch.tanh(m.a(x))
-        return Negated.apply(h) + m.b(h)
+        return negated(h) + m.b(h)
 
     model, x = Model(branches, a=nn.Linear(3, 3), b=nn.Linear(3, 3)).double(), batch()
     with torchgradx.attach(model, clip=True, backend=backend) as probe:

@@ -45,7 +45,6 @@ def same(these, those):
     return all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(these, those, strict=True))
 
 
-# Operators
 @each_way
 def test_launches_wait_for_what_their_stream_has_yet_to_do(way):
     a, b = to(CUDA, *operands(way))
@@ -89,19 +88,16 @@ def test_a_captured_call_replays_on_new_operands(way):
         assert same(captured, results(way, new, b))
 
 
-@pytest.fixture
-def synchronising_raises():
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-
-
 @each_way
-def test_nothing_waits_for_the_device(way, synchronising_raises):
+def test_nothing_waits_for_the_device(way):
     a, b = to(CUDA, *operands(way))
-    synchronising_raises()
-    results(way, a, b)
-    with pytest.raises(RuntimeError, match="synchroniz"):
-        a.sum().item()  # so it would have been noticed
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(way, a, b)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            a.sum().item()  # so it would have been noticed
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 LARGE = {  # many blocks, samples split over them
@@ -198,7 +194,6 @@ def test_copies_on_the_device_keep_strides_and_offsets():
     assert torch.equal(copy.cpu(), view)
 
 
-# Attached models
 def test_a_step_on_a_side_stream_has_the_same_norms():
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -239,7 +234,6 @@ def test_convolutions_and_norms_in_channels_last_turn_no_operand_twice():
     assert attached <= plain // 4
 
 
-# Jobs
 def jobs_on(device, pinned=False):
     """Numbers of all jobs: scores of a pool, and what a step of training tells."""
     torch.manual_seed(0)

@@ -121,7 +121,6 @@ def test_cuda_kernels_that_do_not_load_leave_the_cpus_at_work(tmp_path):
     assert "CUDA kernels  none: it does not load" in done.stdout
 
 
-# The library itself
 BUILD = """
 import sys
 sys.path.insert(0, "build_tools")

@@ -6,14 +6,12 @@ import test_dropped_samples as dropped
 import test_emulated as emulated
 import test_properties
 import torch
-from backends import BACKENDS
-from emulation import build
+from backends import EMULATED, needs_emulation
 from emulation.operators import operators
 from oracle import DTYPES, LINEAR, Conv2d, Linear
 from test_emulated import assert_right
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
-EMULATED = BACKENDS["emulated"]
+pytestmark = needs_emulation
 POINTWISE = [
     Conv2d(3, 4, 6, (8, 8), (1, 1)),
     Conv2d(2, 5, 6, (24, 23), (1, 1), (2, 2)),

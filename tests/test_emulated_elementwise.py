@@ -10,16 +10,14 @@ import test_affine
 import test_emulated_launchers as launchers
 import torch
 import torch.nn.functional as F
-from backends import BACKENDS, each_dtype
-from emulation import build
+from backends import EMULATED, each_dtype, needs_emulation
 from emulation.operators import operator, operators
 from oracle_affine import FROZEN, Affine, assert_sq_norms, case
 from oracle_gather import Gather
 from test_affine import fused, norms
 from test_emulated_launchers import _wide
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
-EMULATED = BACKENDS["emulated"]
+pytestmark = needs_emulation
 # One warp, several, and all of a block to a row or a column; samples of several parts; samples that
 # are rows; rows too long for one sweep; groups of several blocks; planes and rows.
 PROBLEMS = (
@@ -88,7 +86,6 @@ def test_every_way_of_cutting_is_right(problem):
     assert_right(problem, torch.float32, "gaussians")
 
 
-# Tables
 TABLES = (
     Gather(2, 300, 2, 40),  # a run over many warps
     Gather(2, 600, 9, 33),
@@ -124,7 +121,6 @@ def test_a_table_takes_its_sorted_ids_and_no_more(ids):
     assert taken <= 8 * n * d // 32 + 4 * n + 3 * 16 * n * t
 
 
-# Workspaces
 _taken = partial(launchers._taken, multiprocessors=5)
 LARGE = {  # N, T, G, K
     "long": (8, 1024, 1, 768),

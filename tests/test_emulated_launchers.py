@@ -6,11 +6,12 @@ from itertools import product
 
 import pytest
 import torch
+from backends import needs_emulation
 from emulation import build
 from emulation.emulator import Emulator
 from emulation.operators import operator, operators
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
+pytestmark = needs_emulation
 
 
 # Dimensions of zero

@@ -10,10 +10,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from emulation import build
+from backends import needs_emulation
 from emulation.emulator import ORDERS, EmulationError, Unit
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
+pytestmark = needs_emulation
 
 
 @cache
@@ -65,7 +65,6 @@ def test_a_pipeline_of_copies_and_products_is_right(dtype, columns):
         assert torch.equal(_product(name, getattr(torch, dtype), columns)[0], truth)
 
 
-# Addresses
 def swizzled(byte):
     return byte ^ (byte >> 7 & 7) << 4
 
@@ -211,7 +210,6 @@ def test_registers_change_hands():
     assert torch.equal(_registers(), torch.arange(384.0))
 
 
-# Faults
 FAULTS = {
     "product/no_wait": "wgmma reads offset .* still being copied",
     "product/one_waits": "race: wgmma reads offset .* some of its threads' last barrier_wait|still",

@@ -32,7 +32,6 @@ def step(model, probe, noise, *batches, loss=half_square):
     noise.update(probe)
 
 
-# ---- One step ------------------------------------------------------------------------------------
 def test_a_step_on_a_quadratic_is_the_sample_covariance():
     model, noise = quadratic(), NoiseScale(decay=0.0)
     with torchgradx.attach(model) as probe:
@@ -105,7 +104,6 @@ def test_a_grad_scaler_changes_nothing():
     assert noise.trace == pytest.approx(POINTS.var(0).sum().item(), rel=1e-12)
 
 
-# ---- Averages ------------------------------------------------------------------------------------
 def test_numerator_and_denominator_are_averaged_apart_and_corrected():
     model, noise, decay = quadratic(), NoiseScale(decay=0.75), 0.75
     batches = torch.randn(5, 4, 3, dtype=torch.float64) + 3
@@ -155,7 +153,6 @@ def test_steps_that_say_nothing_are_skipped_and_counted(watched):
     assert (noise.steps, noise.skipped) == (1, 2)
 
 
-# ---- Refusals ------------------------------------------------------------------------------------
 def test_a_grad_that_holds_more_than_the_record_is_refused(watched):
     model, probe, noise = watched
     step(*watched, POINTS)
@@ -293,7 +290,6 @@ def test_layers_are_told_of_by_name():
     assert [line.partition(":")[0].strip() for line in str(noise).splitlines()[1:]] == ["0", "2"]
 
 
-# ---- What update takes ---------------------------------------------------------------------------
 @pytest.mark.parametrize("beside", ["norm", "tensor", "model"])
 def test_norms_and_the_batchs_gradient_do_as_a_probe_does(beside):
     model, one, two = quadratic(), NoiseScale(), NoiseScale()

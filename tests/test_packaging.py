@@ -36,7 +36,8 @@ def checked(run):
     return run.stdout
 
 
-def test_the_suite_sees_the_installed_package():
+def test_the_suite_sees_the_installed_package_which_is_typed():
+    assert (PACKAGE / "py.typed").exists()
     compiled = any(PACKAGE.glob("_C.*.so"))
     assert PACKAGE.parent != ROOT or compiled, "run `pytest`: `python -m` imports ./torchgradx"
 
@@ -47,10 +48,6 @@ def test_the_version_is_written_once():
     assert importlib.metadata.version("torchgradx") == version
     code = [ROOT / "setup.py", *ROOT.glob("torchgradx/*.py"), *ROOT.glob("csrc/**/*.*")]
     assert [p.name for p in code if f'"{version}"' in p.read_text(errors="replace")] == []
-
-
-def test_the_package_is_typed():
-    assert (PACKAGE / "py.typed").exists()
 
 
 @needs_extension
@@ -72,7 +69,6 @@ def test_a_wheel_is_loaded_and_says_what_it_needs(tmp_path):
     assert "does not load" in bare.stderr
 
 
-# Import
 IMPORT = """
 import sys, time, torch
 started = []
@@ -160,7 +156,6 @@ def test_the_facts_are_printed_by_info_and_without_an_argument(capsys):
     assert importlib.metadata.version("torchgradx") in facts
 
 
-# Without the extension
 FALLBACK = """
 import torch, torchgradx
 import torchgradx.ops
@@ -189,7 +184,6 @@ def test_without_the_extension_it_warns_once_and_works(uncompiled):
     assert "without its compiled extension" in run.stderr
 
 
-# Source distribution
 SDIST = """
 import sys
 sys.modules["torch"] = None  # an import of it raises
@@ -217,7 +211,6 @@ def test_the_sdist_is_complete_and_needs_no_torch(tmp_path):
     assert wanted - held == set()
 
 
-# The Makefile
 @pytest.mark.skipif(not shutil.which("make"), reason="no make here")
 def test_make_alone_lists_every_target():
     # Within `make test` a make below it would say which directory it enters.
@@ -272,7 +265,6 @@ def test_results_have_the_types_that_their_arguments_ask_for_and_the_readme_is_t
     assert done.returncode == 0, done.stdout
 
 
-# ---- What is shown -------------------------------------------------------------------------------
 def test_a_probe_shows_what_it_holds_and_public_names_alone():
     model = mlp()
     probe = torchgradx.attach(model)

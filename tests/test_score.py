@@ -1,6 +1,5 @@
 """score(): a pool's scores, in the dataset's order, against a loop over its samples."""
 
-import gc
 import itertools
 import random
 import weakref
@@ -78,7 +77,6 @@ LOADERS = {
 }
 
 
-# ---- The scores ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 def test_every_sample_is_scored_once_in_the_order_of_the_dataset(make):
     model, data = classifier(), pool()
@@ -218,7 +216,7 @@ def test_scores_are_of_the_eval_mode_unless_said_otherwise():
         score(model.train(), DataLoader(data, 4), eval_mode=False)
 
 
-def test_a_pool_is_attached_once_and_needs_the_memory_of_a_batch(monkeypatch):
+def test_a_pool_is_attached_once_and_needs_the_memory_of_a_batch(monkeypatch, no_collector):
     attached, alive, most = [], weakref.WeakSet(), []
     counted = lambda *a, **k: attached.append(1) or torchgradx.attach(*a, **k)  # noqa: E731
     monkeypatch.setattr(scoring, "attach", counted)
@@ -229,17 +227,12 @@ def test_a_pool_is_attached_once_and_needs_the_memory_of_a_batch(monkeypatch):
             most.append(len(alive))
             return x
 
-    gc.disable()
-    try:
-        score(nn.Sequential(Watched(), *classifier()), DataLoader(pool(200), 4))
-    finally:
-        gc.enable()
+    score(nn.Sequential(Watched(), *classifier()), DataLoader(pool(200), 4))
     assert len(attached) == 1
     assert len(most) == 50 + 2  # two samples alone: check="samples"
     assert max(most) <= 2, "batches stay alive"
 
 
-# ---- Refusals ------------------------------------------------------------------------------------
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(pool())

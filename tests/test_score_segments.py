@@ -115,7 +115,6 @@ def test_of_chosen_items_alone():
         np.testing.assert_allclose(column, every[name][chosen], rtol=1e-12)
 
 
-# ---- Graphs --------------------------------------------------------------------------------------
 SIZES = [3, 5, 2, 4, 7, 2]
 
 
@@ -163,7 +162,6 @@ def test_concatenated_graphs_have_an_entry_for_each_item_and_kind():
             assert got[kind][k] == pytest.approx(float(value), rel=1e-8), (kind, k)
 
 
-# ---- Files ---------------------------------------------------------------------------------------
 def test_what_was_interrupted_in_the_second_model_goes_on_behind_its_finished_batches(tmp_path):
     out, reads, looked = tmp_path / "scores.csv", [], len(LENGTHS)  # the fingerprint reads all
 
@@ -183,7 +181,6 @@ def test_what_was_interrupted_in_the_second_model_goes_on_behind_its_finished_ba
         np.testing.assert_allclose(held[name], column, rtol=1e-9)
 
 
-# ---- Errors --------------------------------------------------------------------------------------
 def renumbered(rows):
     def collate(samples):
         tokens, at, _, (_, words) = packed(samples)

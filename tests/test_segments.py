@@ -138,7 +138,6 @@ def test_rows_of_very_unequal_samples_are_not_padded():
         assert (probe.norms() > 0).all()
 
 
-# Refusals
 def joined(case):
     """By an edge between two graphs."""
     case.edges = torch.cat([case.edges, torch.tensor([[0], [4]])], 1)

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_models import Model, mlp, square
+from attach_models import Model, identity, mlp, square
 from attach_modes import ANY, title
 from attach_oracle import close_named, loop
 from attach_steps import attempt, refusal
@@ -23,18 +23,7 @@ import torchgradx
 
 EXACT, REFUSED, SILENT = "exact", "refused", "accepted, and not as alone"
 N, T = 6, 4
-
-
-class Same(torch.autograd.Function):
-    """A user's own: nothing sees through it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
+same = identity(lambda grad: grad)  # nothing sees through it
 
 
 def longest_first(x):
@@ -127,7 +116,7 @@ def frozen_batch_norm(norm):
 def no_proof(function, again):
     """`function` below a reentrant checkpoint or a Function of the user's: nothing is proven."""
     return (lambda x: checkpoint(function, x, use_reentrant=True)) if again else (
-        lambda x: Same.apply(function(x)))  # fmt: skip
+        lambda x: same(function(x)))  # fmt: skip
 
 
 def loss_alone(mixes):

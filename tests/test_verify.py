@@ -30,7 +30,6 @@ def entropy(model, *batch):
     return F.cross_entropy(model(*inputs), y)
 
 
-# ---- grad_norms ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_grad_norms_gives_every_samples_norm_and_the_parts_of_it(dtype):
     model, (x, y) = classifier().to(dtype), samples()
@@ -139,7 +138,6 @@ def test_nothing_is_left_behind(call, training, fails):
     torchgradx.attach(model).remove()  # nothing holds it
 
 
-# ---- verify --------------------------------------------------------------------------------------
 LOSSES = {
     "in-batch negatives": lambda out, _: F.cross_entropy(out @ out.T, torch.arange(len(out))),
     "a ranking": lambda out, _: F.softplus(3 * (out[:, None, 0] - out[None, :, 1])).mean(),

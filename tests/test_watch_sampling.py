@@ -111,7 +111,6 @@ def test_watch_and_sampler_read_a_probe():
     torch.testing.assert_close(sampler.probabilities(), want)
 
 
-# ---- ImportanceSampler ---------------------------------------------------------------------------
 N = 12
 NORMS = torch.tensor([0.0, 0.01, 0.1, 0.5, 1, 1, 1, 2, 3, 5, 8, 20], dtype=torch.float64)
 
@@ -170,7 +169,6 @@ def test_what_is_not_known_counts_as_the_mean():
     assert sampler.probabilities().tolist() == [0.25] * 4, "nothing but zeros"
 
 
-# ---- Checkpoints ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_what_is_dropped_at_the_end_of_an_epoch_is_no_epoch(drop_last, workers):

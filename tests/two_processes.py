@@ -33,7 +33,6 @@ MODES = {
 }  # fmt: skip
 
 
-# ---- The model -----------------------------------------------------------------------------------
 def block():
     return Model(lambda m, x: x + m.down(torch.tanh(m.up(m.norm(x)))), norm=nn.LayerNorm(4),
                  up=nn.Linear(4, 8), down=nn.Linear(8, 4))  # fmt: skip
@@ -241,7 +240,6 @@ def a_sharded_layer_is_left_as_it_was():
     square(model, samples(0)).backward()
 
 
-# ---- The table -----------------------------------------------------------------------------------
 def scenarios(rank, folder):
     """{name: what to run}"""
     table = {}
