@@ -9,9 +9,8 @@ from torch import nn
 
 import torchgradx
 
-NATIVE = [{"backend": "native"}, {"backend": "native", "fused": False}]
-NATIVE += [{"backend": "native", "weight_grad": False}]
 ANY = [{}, {"fused": False}, {"weight_grad": False}]
+NATIVE = [{"backend": "native", **more} for more in ANY]
 VMAP = [{"backend": "vmap"}, {"backend": "vmap", "weight_grad": False}]
 
 

@@ -3,6 +3,7 @@
 import copy
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -231,9 +232,7 @@ def test_backward_may_run_in_another_thread(kind, options):
     x = torch.randn(N, 3).double()
     with torchgradx.attach(model, **options) as probe:
         loss = square(model, x)
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
+        ThreadPoolExecutor(1).submit(loss.backward).result()
         close_named(probe.norms(per="parameter"), loop(model, square, x))
 
 

@@ -190,8 +190,6 @@ def keeping():
 
 
 def hooked(change):
-    """The loss, and a hook on what is kept."""
-
     def loss(model, x):
         value = square(model, x)
         model.kept.register_hook(change)

@@ -55,7 +55,6 @@ def broken():
 
 @pytest.fixture
 def user(tmp_path, monkeypatch):
-    """The user's files, in the folder where the command runs."""
     (tmp_path / "mine.py").write_text(USER)
     (tmp_path / "bad.py").write_text("import no_such_package\n")
     monkeypatch.chdir(tmp_path)

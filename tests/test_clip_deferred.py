@@ -113,7 +113,6 @@ def test_sums_in_another_dtype_than_their_parameters(passes):
 
 
 def scale(d):
-    """A module that has no kernel."""
     return Model(lambda m, x: torch.sin(x * m.gain), gain=torch.rand(d))
 
 

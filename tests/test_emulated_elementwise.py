@@ -57,7 +57,6 @@ def results(problem, o):
 
 
 def assert_right(problem, dtype, kind):
-    """Every operator against the oracle, in either layout."""
     o, expected = case(problem, dtype, kind)
     for operands in (o, in_planes(o), in_longer_rows(o)):
         sq_norms, *_, also = results(problem, operands)

@@ -183,7 +183,6 @@ def test_weight_gradients_of_several_lengths_come_from_the_same_call(at_once, bi
 
 
 def battery():
-    """Hold planted bugs to all of this."""
     with operators().hopper():
         for lengths in LENGTHS:
             for features in FEATURES[1:3]:

@@ -1,7 +1,7 @@
 """Each refusal is written once, is found by its first words, and is reported once."""
 
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -118,19 +118,15 @@ def test_what_mixes_below_batch_statistics_has_one_cause_with_its_module(frozen)
 # ---- Causes that few models give -----------------------------------------------------------------
 def replicas(model, probe):
     """As nn.DataParallel runs them, on the CPU."""
-    outputs = [None] * 2
 
-    def run(k, rows):
+    def run(rows):
         twin = model._replicate_for_data_parallel()
         for name, p in model._parameters.items():
             setattr(twin, name, p.clone())
-        outputs[k] = twin(rows)
+        return twin(rows)
 
-    threads = [threading.Thread(target=run, args=(k, torch.randn(N, 3))) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(run, torch.randn(2, N, 3)))
     torch.cat(outputs).square().sum().backward()
 
 

@@ -243,7 +243,6 @@ def test_two_processes_do_not_write_one_file(tmp_path):
 
 
 def columns_of(path):
-    """{name: column} of a file of scores."""
     if path.suffix == ".npz":
         with np.load(path) as archive:
             return dict(archive)

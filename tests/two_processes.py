@@ -241,7 +241,6 @@ def a_sharded_layer_is_left_as_it_was():
 
 
 def scenarios(rank, folder):
-    """{name: what to run}"""
     table = {}
 
     def add(name, wrap, where=("before",), modes=tuple(MODES), make=net, **how):

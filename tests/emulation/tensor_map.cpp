@@ -8,7 +8,7 @@
 #include <deque>
 
 #include "blocks.h"
-#include "mbarrier.h"
+#include "hopper.h"
 #include "ptx_sm90.h"
 
 namespace cuda_emulation {
