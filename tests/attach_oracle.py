@@ -2,82 +2,14 @@
 the code under test. `check` holds an attached model against it and against an unattached twin."""
 
 import copy
-import functools
 import gc
 import math
-import os
-import re
 
-import pytest
 import torch
-from torch import nn
+from attach_models import DEVICE
+from attach_modes import need_native
 
 import torchgradx
-
-DEVICE = os.environ.get("TORCHGRADX_TEST_DEVICE", "cpu")  # of all tensors: see conftest.py
-if DEVICE != "cpu":  # what is compared with: float32 in earnest, the same bits each time
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.allow_tf32 = False
-
-NATIVE = [{"backend": "native"}, {"backend": "native", "fused": False}]
-NATIVE += [{"backend": "native", "weight_grad": False}]
-ANY = [{}, {"fused": False}, {"weight_grad": False}]
-VMAP = [{"backend": "vmap"}, {"backend": "vmap", "weight_grad": False}]
-
-
-def title(options):
-    return ",".join(f"{key}={value}" for key, value in options.items()) or "default"
-
-
-def each_of(modes):
-    """Parametrise a test over options of attach(); with other parameters they are a grid."""
-    parametrize = pytest.mark.parametrize("options", modes, ids=title)
-    needs = pytest.mark.usefixtures("_native_where_it_is_asked_for")
-    return lambda test: pytest.mark.grid(needs(parametrize(test)))
-
-
-every_mode = each_of(ANY + VMAP + NATIVE)
-fallback_mode = each_of(ANY + VMAP)
-a_few_modes = each_of(ANY + VMAP[:1])
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-
-
-class Model(nn.Module):
-    """Model(forward, name=module_or_tensor, ...): a module from a function of (model, *inputs)."""
-
-    def __init__(self, function, **parts):
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            setattr(self, name, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
-
-    def forward(self, *args, **kwargs):
-        return self.function(self, *args, **kwargs)
-
-
-def rms_norm(d):
-    """As users write it: no kernel is called by its name."""
-    return Model(lambda m, x: m.weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()),
-                 weight=torch.rand(d) + 0.5)  # fmt: skip
-
-
-def mlp(width=5):
-    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))
-
-
-def square(model, *batch):
-    """Mean over samples of the sum of squares of the sample's output."""
-    return model(*batch).square().flatten(1).sum(1).mean()
-
-
-def square_second(model, *batch):
-    """As square, for an output [T, N, ...]."""
-    return model(*batch).square().transpose(0, 1).flatten(1).sum(1).mean()
-
-
-def penalised(model, *batch):
-    """square, and a penalty on the first parameter, as weight decay written into the loss."""
-    return square(model, *batch) + 0.1 * next(model.parameters()).square().sum()
 
 
 def as_dtype(tensor, dtype):
@@ -165,13 +97,9 @@ def close_named(got, want, rtol=1e-9):
         assert not got[name].any(), f"{name} counts nothing, and has {got[name].tolist()}"
 
 
-def _has_grad(p):
-    return p.grad is not None and p.grad.numel()
-
-
 def same_gradients(model, twin, rtol=None):
     """Bit for bit if rtol is None; else as close_named: what cancels is rounding of the rest."""
-    grads = [q.grad.to_dense() for q in twin.parameters() if _has_grad(q)]
+    grads = [q.grad.to_dense() for q in twin.parameters() if q.grad is not None and q.grad.numel()]
     largest = max((float(g.abs().max()) for g in grads), default=0)
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), f"{name}.grad: {p.grad} and not {q.grad}"
@@ -190,38 +118,16 @@ def same_gradients(model, twin, rtol=None):
 def fingerprint(model):
     """What an attachment must not leave on a model."""
     modules = {
-        name: (
-            type(m),
-            tuple(vars(m)),
-            tuple(len(hooks) for key, hooks in sorted(vars(m).items()) if key.endswith("_hooks")),
-            m.training,
-        )
+        name: (type(m), tuple(vars(m)), m.training,
+               tuple(len(hooks) for k, hooks in sorted(vars(m).items()) if k.endswith("_hooks")))
         for name, m in model.named_modules()
-    }
+    }  # fmt: skip
     parameters = {
         name: (type(p), tuple(vars(p)), len(p._backward_hooks or ()),
                len(p._post_accumulate_grad_hooks or ()))
         for name, p in model.named_parameters()
     }  # fmt: skip
     return modules, parameters, tuple(model.state_dict())
-
-
-@functools.cache
-def native_missing():
-    """Why backend="native" cannot run here, or None."""
-    layer = nn.Linear(2, 2)
-    try:
-        with torchgradx.attach(layer, backend="native") as probe:
-            square(layer, torch.randn(3, 2)).backward()
-            probe.norms()
-    except Exception as error:  # the reason is shown as the skip's
-        return f"backend='native' does not run here: {error}"
-    return None
-
-
-def need_native(options):
-    if options.get("backend") == "native" and native_missing():
-        pytest.skip(native_missing())
 
 
 def prepared(model, batch, dtype, input_grad=False, device=DEVICE):
@@ -278,118 +184,3 @@ def check(model, loss, *batch, dtype=torch.float64, dims=0, want=None, rtol=None
         gc.collect()
     assert fingerprint(model) == before, "something is left after remove()"
     return whole
-
-
-def under_autocast(dtype=torch.bfloat16, loss=square):
-    """The loss, in float32, of a forward in half precision."""
-
-    def halved(model, *batch):
-        def forward(*batch):
-            with torch.autocast(DEVICE, dtype):
-                return model(*batch).float()
-
-        return loss(forward, *batch)
-
-    return halved
-
-
-def exact_step(probe, model, *batch, loss=square, rtol=1e-9, want=None):
-    """A step, and the norms of it and of each parameter: those of the loop."""
-    want = loop(model, loss, *batch) if want is None else want
-    loss(model, *batch).backward()
-    close_named(probe.norms(per="parameter"), want, rtol)
-    close(probe.norms(), per_model(want), rtol)
-
-
-def refusal(probe, match=None):
-    """The CoverageError with which the probe refuses to be read."""
-    with pytest.raises(torchgradx.CoverageError, match=match) as refusal:
-        probe.norms()
-    return refusal.value
-
-
-def exact_steps(model, *batches, loss=square, rtol=1e-9, **options):
-    """Steps of one attachment, each of them exact. Returns what explain() says after the last."""
-    batches = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
-    wants = [loop(model, loss, *batch) for batch in batches]
-    with torchgradx.attach(model, **options) as probe:
-        for batch, want in zip(batches, wants, strict=True):
-            exact_step(probe, model, *batch, loss=loss, rtol=rtol, want=want)
-        return probe.explain()
-
-
-def read_or_refused(probe, want, words=""):
-    """What is read is exact, or an error with these words, which is returned."""
-    try:
-        got = probe.norms(per="parameter")
-    except torchgradx.CoverageError as error:
-        refusal = error
-    else:
-        return close_named(got, want)
-    assert words in str(refusal), refusal
-    return refusal
-
-
-def step_or_refused(probe, model, *batch, loss=square, words=""):
-    """A step, and as read_or_refused; the next one begins a new record."""
-    want = loop(model, loss, *batch)
-    loss(model, *batch).backward()
-    refusal = read_or_refused(probe, want, words)
-    probe.reset()
-    return refusal
-
-
-def attempt(model, loss, *batch, **options):
-    """One step and a reading: {parameter: norms} or None, the CoverageError or None, and whether
-    backward() ran (attach itself may refuse)."""
-    probe = None
-    try:
-        probe = torchgradx.attach(model, **options)
-    except torchgradx.CoverageError as error:
-        refusal = error
-    else:
-        loss(model, *batch).backward()  # outside the try: backward() itself must not raise
-        try:
-            return probe.norms(per="parameter"), None, True
-        except torchgradx.CoverageError as error:
-            refusal = error
-            with pytest.raises(torchgradx.CoverageError):
-                probe.norms()
-    finally:
-        if probe is not None:
-            probe.remove()
-    assert refusal.parameters, f"no parameter named: {refusal}"
-    for name in refusal.parameters:
-        assert name in dict(model.named_parameters()), f"{name} is not a parameter's name"
-    assert any(name in str(refusal) for name in refusal.parameters), str(refusal)
-    return None, refusal, probe is not None
-
-
-def exact_or_refused(model, loss, *batch, dims=0, **options):
-    """Where the contract promises only not to be wrong. Returns the refusal, if there was one."""
-    need_native(options)
-    model, batch = prepared(model, batch, torch.float64)
-    want = loop(model, loss, *batch, dims=dims)
-    got, refusal, _ = attempt(model, loss, *batch, **options)
-    if refusal is None:
-        close_named(got, want)
-    return refusal
-
-
-def refused(model, loss, *batch, names, match="", spared=(), **options):
-    """A CoverageError that names these parameters and not the spared ones; .grad is whole."""
-    need_native(options)
-    model, batch = prepared(model, batch, torch.float64)
-    twin = copy.deepcopy(model)
-    loss(twin, *batch).backward()
-    got, refusal, ran = attempt(model, loss, *batch, **options)
-    assert refusal is not None, f"accepted, and gave {got}"
-    assert set(names) <= set(refusal.parameters), refusal.parameters
-    assert not set(spared) & set(refusal.parameters), refusal.parameters
-    text = str(refusal)
-    for name in names:
-        assert name in text, text
-    assert re.search(match, text), f"{match!r} is not in: {text}"
-    if ran and options.get("weight_grad", True):
-        same_gradients(model, twin, None if options.get("fused") is False else 1e-9)
-    return refusal

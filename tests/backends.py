@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from emulation import build, operators
-from oracle import DTYPES, Conv2d, Linear
-from torch import Tensor
+from oracle import DTYPES, Conv2d
 
 from torchgradx import ops, reference
 
@@ -30,9 +29,6 @@ CUDA_OPERATORS = (
 )
 
 
-Problem = Linear | Conv2d | None  # None: a Linear
-
-
 @dataclass(frozen=True)
 class Backend:
     name: str
@@ -40,59 +36,49 @@ class Backend:
     device: str = "cpu"
     missing: str = ""  # why it is not here
 
-    def norms(
-        self, algorithm: str, a: Tensor, b: Tensor, problem: Problem = None, bias: bool = True
-    ) -> Tensor:
+    def norms(self, algorithm, a, b, problem=None, bias=True):
         """sq_norms [1 + bias, N] of a Linear's operands [N, T, I] and [N, T, O], or of a
         convolution's [N, C, H, W] and [N, O, H', W']"""
         if algorithm == "fused":
             return self.fused(a, b, problem, None, bias)[2]
         name, geometry = _call(problem)
-        sq_norms: Tensor = self.operator(f"{name}{algorithm}_sq_norms")(a, b, *geometry, bias)
-        return sq_norms
+        return self.operator(f"{name}{algorithm}_sq_norms")(a, b, *geometry, bias)
 
-    def fused(
-        self,
-        a: Tensor,
-        b: Tensor,
-        problem: Problem = None,
-        scale: Tensor | None = None,
-        bias: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def fused(self, a, b, problem=None, scale=None, bias=True):
         """grad_weight, grad_bias, sq_norms"""
         name, geometry = _call(problem)
-        operator = self.operator(f"{name or 'linear_'}fused")
-        fused: tuple[Tensor, Tensor, Tensor] = operator(a, b, *geometry, scale, bias)
-        return fused
+        return self.operator(f"{name or 'linear_'}fused")(a, b, *geometry, scale, bias)
 
 
-def _call(problem: Problem) -> tuple[str, tuple[Any, ...]]:
+def _call(problem):
     """What an operator's name begins with, and the arguments that a convolution has more."""
     return ("conv2d_", problem.geometry) if isinstance(problem, Conv2d) else ("", ())
 
 
-def _no_cuda() -> str:
+def _no_cuda():
     if not torch.cuda.is_available():
         return "there is no GPU"
     return f"torchgradx._cuda: {ops.WHY_NOT_CUDA}" if ops.WHY_NOT_CUDA else ""
 
 
-def _emulated(name: str) -> Callable[..., Any]:
+def _emulated(name):
     if name not in CUDA_OPERATORS:
         pytest.skip(f"{name} has no CUDA kernel: plain PyTorch serves it there")
     return operators.operator(name)
 
 
-BACKENDS: dict[str, Backend] = {
+BACKENDS = {
     "reference": Backend("reference", lambda name: getattr(reference, name)),
     "native": Backend("native", lambda name: getattr(ops, name),
         missing="" if ops.NATIVE else "torchgradx._C is not built"),
     "emulated": Backend("emulated", _emulated, missing=build.why_not()),
     "cuda": Backend("cuda", lambda name: getattr(ops, name), "cuda", missing=_no_cuda()),
 }  # fmt: skip
+EMULATED = BACKENDS["emulated"]
+needs_emulation = pytest.mark.skipif(bool(EMULATED.missing), reason=EMULATED.missing)
 
 
-def parameters() -> list[Any]:
+def parameters():
     """Return the registry for pytest.mark.parametrize; what is missing shows up as a skip.
 
     `cuda` is among them only where there is a GPU: its skips would be a quarter of all cases.
@@ -106,29 +92,29 @@ def parameters() -> list[Any]:
     ]
 
 
-def supports(algorithm: str, t: int) -> bool:
+def supports(algorithm, t):
     return algorithm != "rank1" or t <= 1
 
 
-def algorithms_of(problem: Linear | Conv2d) -> list[str]:
+def algorithms_of(problem):
     if isinstance(problem, Conv2d):
         return [*CONV2D_ALGORITHMS]
     return [algorithm for algorithm in LINEAR_ALGORITHMS if supports(algorithm, problem.t)]
 
 
-def set_threads(backend: Backend, threads: Callable[[int], None], count: int) -> None:
+def set_threads(backend, threads, count):
     if count > 1 and backend.name in ("emulated", "cuda"):
         pytest.skip("its threads are not torch's: one count says it all")
     threads(count)
 
 
-def to(backend: Backend, *tensors: Tensor) -> tuple[Tensor, ...]:
+def to(backend, *tensors):
     """The same strides at the same offset in a copy of the whole storage: Tensor.to() would lay a
     view with gaps out anew, and the kernels under test would never see one."""
     device = torch.device(backend.device)
     return tuple(x if x.device.type == device.type else _copied(x, device) for x in tensors)
 
 
-def _copied(x: Tensor, device: torch.device) -> Tensor:
+def _copied(x, device):
     whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())

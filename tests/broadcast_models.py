@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model
+from attach_models import Model
 from torch import nn
 
 N, T, D = 4, 5, 6
@@ -36,21 +36,18 @@ def against_all(m, x):
     return m.o(torch.softmax(x @ m.l(m.c).T, -1) @ m.c)
 
 
-class Patches(nn.Module):
-    """A vision transformer's parameters beside its modules: class token, positions, layer scale."""
+def patches(m, x):
+    h = torch.cat([m.token.expand(len(x), -1, -1), m.embed(x)], 1)
+    h = h + m.positions[:, : h.shape[1]]
+    h = h + m.scale * torch.tanh(m.block(h))
+    return m.head(h[:, 0])
 
-    def __init__(self):
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, D))
-        self.positions = nn.Parameter(torch.randn(1, T + 1, D))
-        self.scale = nn.Parameter(torch.randn(D))
-        self.embed, self.block, self.head = nn.Linear(3, D), nn.Linear(D, D), nn.Linear(D, 2)
 
-    def forward(self, x):
-        h = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1)
-        h = h + self.positions[:, : h.shape[1]]
-        h = h + self.scale * torch.tanh(self.block(h))
-        return self.head(h[:, 0])
+def vision_transformer():
+    """Its parameters beside its modules: class token, positions, layer scale."""
+    return Model(patches, token=torch.randn(1, 1, D), positions=torch.randn(1, T + 1, D),
+                 scale=torch.randn(D), embed=nn.Linear(3, D), block=nn.Linear(D, D),
+                 head=nn.Linear(D, 2))  # fmt: skip
 
 
 def in_place(y, change):

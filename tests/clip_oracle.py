@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import as_dtype, count, need_native, one_sample, prepared, square, tolerance
+from attach_models import square
+from attach_modes import need_native
+from attach_oracle import as_dtype, count, one_sample, prepared, tolerance
 
 import torchgradx
 
@@ -18,12 +20,8 @@ def gradients(model, loss, *batch, dims=0):
     for n in range(count(batch, dims)):
         model.zero_grad()
         loss(model, *one_sample(batch, n, dims)).backward()
-        rows.append(
-            {
-                name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone()
-                for name, p in live.items()
-            }
-        )
+        rows.append({name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone()
+                     for name, p in live.items()})  # fmt: skip
     return rows
 
 
@@ -43,11 +41,8 @@ def norms_of(rows, per):
 
 def weighted(rows, factors, per):
     """{parameter: sum over samples of factor * gradient}, factors: {group: [N]}"""
-    names = rows[0] if rows else {}
-    return {
-        name: sum(factors[group_of(name, per)][n] * row[name] for n, row in enumerate(rows))
-        for name in names
-    }
+    return {name: sum(factors[group_of(name, per)][n] * row[name] for n, row in enumerate(rows))
+            for name in (rows[0] if rows else {})}  # fmt: skip
 
 
 def bounded(norms, max_norm):
@@ -95,17 +90,17 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
     of_directions = sum(v.double().square().sum() for v in directions.values()).sqrt()
     share = 1 / len(rows) if reduction == "mean" else 1.0
     along = {name: v.to(held[name].device) for name, v in directions.items()}
-    with torchgradx.attach(
-        model, clip=True, directions=along, loss_reduction=reduction, **options
-    ) as probe:
+    options |= {"directions": along, "loss_reduction": reduction}
+    with torchgradx.attach(model, clip=True, **options) as probe:
         for per, before in (("model", None), ("parameter", 0.5), ("module", None)):
             groups = norms_of(rows, per)
             for p in model.parameters():
                 p.grad = None if before is None else torch.full_like(p, before)
             bound = float(torch.cat(list(groups.values())).median())
             loss(model, *batch).backward()
-            if deferred:
-                untouched(model, before)
+            for name, p in held.items() if deferred else ():
+                found = None if p.grad is None else p.grad.to_dense()
+                assert found is None if before is None else (found == before).all(), f"{name}.grad"
             off = (probe.dot().cpu().double() - torch.stack(exact).cpu()).abs()
             assert (off <= (rtol * norms * of_directions).cpu() + 1e-300).all(), off
             plain = {n: None if p.grad is None else p.grad.to_dense().clone()
@@ -131,12 +126,6 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
         probe.clip_grad_norm_(float("inf"))
         for p, g in zip(model.parameters(), plain, strict=True):
             assert g is None or torch.equal(p.grad.to_dense(), g)
-
-
-def untouched(model, before):
-    for name, p in model.named_parameters():
-        found = None if p.grad is None else p.grad.to_dense()
-        assert found is None if before is None else (found == before).all(), f"{name}.grad"
 
 
 def check_whole_sum(model, probe, rows, rtol, share, loss):

@@ -54,7 +54,7 @@ def seeded() -> Iterator[None]:
 
 @pytest.fixture
 def _native_where_it_is_asked_for(options: dict[str, object]) -> None:
-    from attach_oracle import need_native
+    from attach_modes import need_native
 
     need_native(options)
 
@@ -72,11 +72,9 @@ def backend(request: pytest.FixtureRequest) -> object:
 
 
 @pytest.fixture
-def threads() -> Iterator[object]:
-    """torch.set_num_threads, undone."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+def threads() -> object:
+    """torch.set_num_threads, which `seeded` undoes."""
+    return torch.set_num_threads
 
 
 @pytest.fixture
@@ -85,3 +83,12 @@ def backwards(monkeypatch):
     count, plain = [], torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: count.append(1) or plain(*a, **k))
     return count
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is a cycle stays, as if the collector came late."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

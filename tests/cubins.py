@@ -18,7 +18,6 @@ from emulation import build
 
 ARCHITECTURES = ("80", "90a")
 SOURCES = sorted(build.KERNELS.glob("*.cu"))
-
 # As torch compiles extensions, without half operators; and everything that is doubtful is an error.
 FLAGS = (
     "-std=c++17",
@@ -34,8 +33,6 @@ FLAGS = (
 
 @dataclass
 class Kernel:
-    """One instantiation on one architecture."""
-
     name: str  # without namespaces and parameters
     registers: int = 0
     stack: int = 0

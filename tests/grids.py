@@ -10,13 +10,10 @@ choice is the same in every run.
 import heapq
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from itertools import combinations
 
-import pytest
 
-
-def thin(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+def thin(items):
     """Split collected tests into those to run and those to leave out, both in their order."""
     left_out = {i for i in items if i.get_closest_marker("long")}
     for cases in _by_test(i for i in items if i.get_closest_marker("grid")):
@@ -24,7 +21,7 @@ def thin(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]
     return _parted(items, left_out)
 
 
-def in_default_mode(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+def in_default_mode(items):
     """Split off the cases with other `options` of attach(), where a test has one without any."""
     left_out = set()
     for cases in _by_test(items):
@@ -33,13 +30,11 @@ def in_default_mode(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[p
     return _parted(items, left_out)
 
 
-def _parted(
-    items: list[pytest.Item], left_out: set[pytest.Item]
-) -> tuple[list[pytest.Item], list[pytest.Item]]:
+def _parted(items, left_out):
     return [i for i in items if i not in left_out], [i for i in items if i in left_out]
 
 
-def _by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
+def _by_test(items):
     tests = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec"):
@@ -47,7 +42,7 @@ def _by_test(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
     return tests.values()
 
 
-def _cover(cases: list[pytest.Item]) -> set[pytest.Item]:
+def _cover(cases):
     """Choose the case with most combinations that none has had yet, until there are none."""
     cases = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))  # spreads what is free
     has = [frozenset(_combinations(case)) for case in cases]
@@ -66,7 +61,7 @@ def _cover(cases: list[pytest.Item]) -> set[pytest.Item]:
     return chosen
 
 
-def _combinations(case: pytest.Item) -> Iterator[tuple[tuple[str, int], ...]]:
+def _combinations(case):
     # By identity, for a dict has no hash: the cases of a test share the values of its lists.
     values = sorted((name, id(value)) for name, value in case.callspec.params.items())
     marks = list(case.iter_markers("grid"))

@@ -29,7 +29,6 @@ TF32 = {"HMMA": 32, "LDGSTS": 32}
 FLOAT = {"FFMA": 256, "LDGSTS": 32}
 DOUBLE = {"DFMA": 64, "LDGSTS": 32}
 WGMMA = {"HGMMA": 36, "UTMALDG": 4, "SYNCS": 8}
-
 BUDGETS = [
     # Norms alone: one set of accumulators. One block, and registers to spare for the pipeline.
     Budget("direct_kernel<HalfProduct<*>, *, false>", 256, 168, HALF),
@@ -92,5 +91,4 @@ BUDGETS = [
 
 
 def budget_of(kernel: str) -> Budget | None:
-    """The first that fits."""
     return next((b for b in BUDGETS if fnmatchcase(kernel, b.kernels)), None)

@@ -16,7 +16,6 @@ from torch import nn
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason='needs `pip install ".[models]"`')
 transformers.logging.set_verbosity_error()
-
 VOCABULARY, CLASSES, PAD, IGNORED = 37, 5, 1, -100
 DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 BERT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2,
@@ -24,6 +23,9 @@ BERT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2,
         "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": PAD}  # fmt: skip
 GROUPED = BERT | {"num_key_value_heads": 2}
 EIGHT = BERT | {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 6}
+GPT2 = ({"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24,
+         "bos_token_id": 0, "eos_token_id": 2},
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop"))  # fmt: skip
 OPT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48,
        "num_attention_heads": 4, "max_position_embeddings": 24}  # fmt: skip
 RELATIVE = BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"],
@@ -115,10 +117,7 @@ def sample_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 ROWS = [
-    Row("gpt2", "next", "GPT2LMHeadModel",
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24,
-         "bos_token_id": 0, "eos_token_id": 2},
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop"), tables=("transformer.wpe.weight",)),
+    Row("gpt2", "next", "GPT2LMHeadModel", *GPT2, tables=("transformer.wpe.weight",)),
     Row("llama", "next", "LlamaForCausalLM", GROUPED, ("attention_dropout",), samples=(4, 2)),
     Row("opt", "next", "OPTForCausalLM", OPT | {"word_embed_proj_dim": 32},
         ("dropout", "attention_dropout"), flat=True),
@@ -158,10 +157,7 @@ ROWS = [
     Row("resnet", "image", "ResNetForImageClassification",
         {"num_channels": 3, "embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1],
          "layer_type": "basic"}, (), equal=8, evaluates=True),
-    Row("lora on gpt2", "next", "GPT2LMHeadModel",
-        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24,
-         "bos_token_id": 0, "eos_token_id": 2},
-        ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    Row("lora on gpt2", "next", "GPT2LMHeadModel", *GPT2,
         adapter={"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     Row("lora on llama", "next", "LlamaForCausalLM", GROUPED, ("attention_dropout",),
         samples=(4, 2), adapter={"target_modules": ["q_proj", "embed_tokens"], "bias": "all",
@@ -171,7 +167,6 @@ ROWS = [
         adapter={"target_modules": ["q_proj", "v_proj"], "use_dora": True},
         reentrantly=("*.lora_A.*", "*.lora_B.*")),  # called on an identity matrix as well
 ]  # fmt: skip
-
 # These cast weights to float32 themselves: not exact in float64.
 ROUNDED = [
     Row("gemma3, tied", "next", "Gemma3ForCausalLM", EIGHT, ("attention_dropout",)),

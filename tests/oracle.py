@@ -10,7 +10,6 @@ Two kinds of operands:
 * Gaussians, with a bound from epsilon and the lengths of the sums (`tolerance`).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -30,7 +29,7 @@ class Linear(NamedTuple):
     i: int
     o: int
 
-    def operands(self, dtype: torch.dtype, kind: Kind, seed: int = 0) -> tuple[Tensor, Tensor]:
+    def operands(self, dtype, kind, seed=0):
         n, t, i, o = self
         return draw((n, t, i), dtype, kind, seed), draw((n, t, o), dtype, kind, seed + 1)
 
@@ -47,11 +46,11 @@ class Conv2d(NamedTuple):
     groups: int = 1
 
     @property
-    def geometry(self) -> tuple[tuple[int, int], ...]:
+    def geometry(self):
         """As the operators take it: kernel_size, stride, padding, dilation, groups."""
-        return self[4:]  # type: ignore[return-value]
+        return self[4:]
 
-    def operands(self, dtype: torch.dtype, kind: Kind, seed: int = 0) -> tuple[Tensor, Tensor]:
+    def operands(self, dtype, kind, seed=0):
         kernel = torch.zeros(self.o, self.c // self.groups, *self.kernel_size)
         options = (None, *self.geometry[1:])
         output = F.conv2d(torch.zeros(1, self.c, *self.size), kernel, *options)
@@ -60,37 +59,20 @@ class Conv2d(NamedTuple):
 
 
 LINEAR = [
-    Linear(0, 5, 7, 3),  # no samples
-    Linear(3, 0, 7, 3),  # no positions
-    Linear(3, 5, 0, 3),  # no input features: the bias has a norm all the same
-    Linear(3, 5, 7, 0),
-    Linear(1, 1, 1, 1),
-    Linear(5, 1, 13, 17),
-    Linear(2, 1, 129, 65),
-    Linear(3, 2, 3, 5),
-    Linear(4, 3, 1, 33),  # one input feature
-    Linear(4, 5, 31, 1),  # one output feature
-    Linear(3, 13, 17, 31),
-    Linear(2, 16, 32, 14),  # whole tiles of the CPU kernel: 14 x 32
-    Linear(2, 16, 33, 15),  # and one more of each
-    Linear(2, 17, 31, 13),  # and one less
-    Linear(2, 31, 64, 28),
-    Linear(2, 33, 65, 33),
-    Linear(2, 65, 127, 5),
-    Linear(1, 127, 5, 129),
-    Linear(3, 129, 16, 16),  # T beyond a tile of a Gram
-    Linear(2, 257, 3, 2),
-    Linear(9, 128, 17, 23),  # several runs of samples
-    Linear(3, 130, 17, 133),  # and of rows
-    Linear(33, 4, 8, 8),  # more samples than threads
-    Linear(10, 30, 33, 20),  # and than a chunk holds
-]
-
+    # no samples; no positions; no input features, where the bias has a norm all the same; none out
+    Linear(0, 5, 7, 3), Linear(3, 0, 7, 3), Linear(3, 5, 0, 3), Linear(3, 5, 7, 0),
+    Linear(1, 1, 1, 1), Linear(5, 1, 13, 17), Linear(2, 1, 129, 65), Linear(3, 2, 3, 5),
+    Linear(4, 3, 1, 33), Linear(4, 5, 31, 1), Linear(3, 13, 17, 31),  # one feature in, one out
+    # whole tiles of the CPU kernel: 14 x 32; one more of each; and one less
+    Linear(2, 16, 32, 14), Linear(2, 16, 33, 15), Linear(2, 17, 31, 13), Linear(2, 31, 64, 28),
+    Linear(2, 33, 65, 33), Linear(2, 65, 127, 5), Linear(1, 127, 5, 129),
+    Linear(3, 129, 16, 16), Linear(2, 257, 3, 2),  # T beyond a tile of a Gram
+    Linear(9, 128, 17, 23), Linear(3, 130, 17, 133),  # several runs of samples; and of rows
+    Linear(33, 4, 8, 8), Linear(10, 30, 33, 20),  # more samples than threads; than a chunk holds
+]  # fmt: skip
 CONV2D = [
-    Conv2d(0, 3, 4, (5, 5), (3, 3)),  # no samples
-    Conv2d(1, 1, 1, (1, 1), (1, 1)),
-    Conv2d(2, 3, 5, (7, 6), (3, 3), (1, 1), (1, 1)),
-    Conv2d(3, 4, 6, (8, 8), (1, 1)),  # 1x1
+    Conv2d(0, 3, 4, (5, 5), (3, 3)), Conv2d(1, 1, 1, (1, 1), (1, 1)),  # no samples
+    Conv2d(2, 3, 5, (7, 6), (3, 3), (1, 1), (1, 1)), Conv2d(3, 4, 6, (8, 8), (1, 1)),  # 1x1
     Conv2d(2, 4, 6, (9, 7), (1, 1), (2, 3)),  # 1x1, strided
     Conv2d(2, 5, 6, (24, 23), (1, 1), (2, 2)),  # the same of many pixels
     Conv2d(2, 5, 3, (9, 8), (3, 2), (2, 1), (1, 0)),  # rectangular throughout
@@ -105,29 +87,28 @@ CONV2D = [
     Conv2d(2, 17, 31, (5, 5), (3, 3), (1, 1), (1, 1)),
     Conv2d(2, 32, 28, (4, 4), (3, 3), (1, 1), (1, 1)),  # whole tiles
     Conv2d(2, 64, 15, (3, 3), (3, 3), (1, 1), (1, 1)),  # more features than pixels
-    Conv2d(1, 2, 3, (33, 31), (7, 7), (2, 2), (3, 3)),  # a first layer's
-    Conv2d(17, 2, 2, (5, 5), (2, 2)),
+    Conv2d(1, 2, 3, (33, 31), (7, 7), (2, 2), (3, 3)), Conv2d(17, 2, 2, (5, 5), (2, 2)),
     Conv2d(3, 9, 9, (7, 6), (3, 3), (1, 1), (1, 1), (1, 1), 9),  # depthwise, as many as to be lanes
     Conv2d(2, 33, 33, (15, 14), (3, 2), (1, 1), (1, 1), (1, 2), 33),  # beyond a warp, two tiles
     Conv2d(2, 8, 24, (9, 8), (5, 3), (2, 1), (2, 1), (1, 1), 8),  # three a channel
     Conv2d(2, 16, 16, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1), 8),  # two channels a group
     Conv2d(2, 8, 8, (9, 9), (7, 7), (1, 1), (3, 3), (1, 1), 8),  # 49 taps
     Conv2d(2, 8, 8, (40, 7), (3, 3), (5, 3), (1, 1), (8, 1), 8),  # far apart
-]
+]  # fmt: skip
 
 
-def draw(shape: tuple[int, ...], dtype: torch.dtype, kind: Kind, seed: int) -> Tensor:
+def draw(shape, dtype, kind, seed):
     generator = torch.Generator().manual_seed(seed)
     if kind == "integers":
         return torch.randint(-1, 2, shape, generator=generator).to(dtype)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def accumulation_epsilon(dtype: torch.dtype) -> float:
+def accumulation_epsilon(dtype):
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
 
 
-def tolerance(dtype: torch.dtype, terms: int) -> float:
+def tolerance(dtype, terms):
     """How far a sum of `terms` products may be off, relative to the sum of their absolute values.
 
     Each of `terms` additions and the product itself round once, by at most u = epsilon / 2. Taken
@@ -148,11 +129,11 @@ class Truth:
     weight_magnitude: Tensor  # [N, O, ...]: sum_t |b_nt| |a_nt|^T
     bias_magnitude: Tensor  # [N, O]
 
-    def sq_norms(self) -> Tensor:
+    def sq_norms(self):
         """[2, N]: the weight's and the bias's"""
         return torch.stack([_sq_norm(self.weight), _sq_norm(self.bias)])
 
-    def allowance(self, algorithm: str, dtype: torch.dtype) -> Tensor:
+    def allowance(self, algorithm, dtype):
         """[2, N]: by how much sq_norms may be off.
 
         An entry g of a gradient is off by d <= tolerance(T) m, m its magnitude; so the sum of
@@ -169,25 +150,18 @@ class Truth:
         return torch.stack([weight, bias])
 
 
-def sum_of_squares(
-    g: Tensor, magnitude: Tensor, terms: int, entries: int, dtype: torch.dtype
-) -> Tensor:
+def sum_of_squares(g, magnitude, terms, entries, dtype):
     """[N]: by how much sums of squared entries may be off: see Truth.allowance."""
     off = tolerance(dtype, terms)
     entrywise = (2 * g.abs() * magnitude * off).flatten(1).sum(1)
     return entrywise + off**2 * _sq_norm(magnitude) + tolerance(dtype, entries) * _sq_norm(g)
 
 
-def _sq_norm(gradients: Tensor) -> Tensor:
+def _sq_norm(gradients):
     return gradients.flatten(1).square().sum(1)
 
 
-Forward = Callable[[Tensor, Tensor, Tensor], Tensor]  # input, weight, bias -> output
-
-
-def _sample_gradients(
-    forward: Forward, weight_shape: tuple[int, ...], input: Tensor, grad_output: Tensor
-) -> tuple[Tensor, Tensor]:
+def _sample_gradients(forward, weight_shape, input, grad_output):
     weight = torch.zeros(weight_shape, dtype=torch.float64, requires_grad=True)
     bias = torch.zeros(weight_shape[0], dtype=torch.float64, requires_grad=True)
     weights, biases = [torch.zeros(0, *weight_shape)], [torch.zeros(0, weight_shape[0])]
@@ -199,9 +173,7 @@ def _sample_gradients(
     return torch.cat(weights).double(), torch.cat(biases).double()
 
 
-def _truth(
-    forward: Forward, weight_shape: tuple[int, ...], t: int, input: Tensor, grad_output: Tensor
-) -> Truth:
+def _truth(forward, weight_shape, t, input, grad_output):
     x, b = input.detach().cpu().double(), grad_output.detach().cpu().double()
     weight, bias = _sample_gradients(forward, weight_shape, x, b)
     magnitudes = _sample_gradients(forward, weight_shape, x.abs(), b.abs())
@@ -209,41 +181,36 @@ def _truth(
     return Truth((t, i, weight_shape[0]), weight, bias, *magnitudes)
 
 
-def linear_truth(activations: Tensor, grad_output: Tensor) -> Truth:
+def linear_truth(activations, grad_output):
     """[N, *, I], [N, *, O]"""
     shape = (grad_output.shape[-1], activations.shape[-1])
     t = activations.shape[1:-1].numel()
     return _truth(F.linear, shape, t, activations, grad_output)
 
 
-def conv2d_truth(input: Tensor, grad_output: Tensor, problem: Conv2d) -> Truth:
+def conv2d_truth(input, grad_output, problem):
     kernel_size, *options = problem.geometry
     shape = (problem.o, problem.c // problem.groups, *kernel_size)
 
-    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(x, weight, bias):
         return F.conv2d(x, weight, bias, *options)
 
     return _truth(forward, shape, grad_output[0:1, 0].numel(), input, grad_output)
 
 
-def truth_of(a: Tensor, b: Tensor, problem: Linear | Conv2d) -> Truth:
+def truth_of(a, b, problem):
     return linear_truth(a, b) if isinstance(problem, Linear) else conv2d_truth(a, b, problem)
 
 
 @cache
-def case(problem: Linear | Conv2d, dtype: torch.dtype, kind: Kind) -> tuple[Tensor, Tensor, Truth]:
+def case(problem, dtype, kind):
     """Operands and truth of a problem of the tables, made once."""
     a, b = problem.operands(dtype, kind)
     return a, b, truth_of(a, b, problem)
 
 
-def assert_sq_norms(
-    actual: Tensor,  # [1 + bias, N]
-    truth: Truth,
-    algorithm: str,
-    dtype: torch.dtype,
-    kind: Kind = "gaussians",
-) -> None:
+def assert_sq_norms(actual, truth, algorithm, dtype, kind="gaussians"):
+    """actual: [1 + bias, N]"""
     expected = truth.sq_norms()[: len(actual)]
     if kind == "integers":
         largest = (_sq_norm(m) for m in (truth.weight_magnitude, truth.bias_magnitude))
@@ -254,9 +221,7 @@ def assert_sq_norms(
     assert_within(actual, expected, allowance, dtype, algorithm)
 
 
-def assert_within(
-    actual: Tensor, expected: Tensor, allowance: Tensor, dtype: torch.dtype, what: str = "it"
-) -> None:
+def assert_within(actual, expected, allowance, dtype, what="it"):
     """Sums of operands of a dtype, in the one that such sums have."""
     assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert actual.shape == expected.shape
@@ -268,7 +233,7 @@ def assert_within(
     )
 
 
-def assert_gradient(actual: Tensor, expected: Tensor, magnitude: Tensor, terms: int) -> None:
+def assert_gradient(actual, expected, magnitude, terms):
     """A weighted gradient against float64: `terms` products, then one rounding to its dtype."""
     dtype, of = actual.dtype, torch.finfo(actual.dtype)
     rounding = of.eps / 2 * expected.abs().clamp(min=of.smallest_normal)

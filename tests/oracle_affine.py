@@ -54,9 +54,7 @@ def operands(problem: Affine, dtype: torch.dtype, kind: Kind) -> Operands:
     weight = draw((g, k), dtype, "gaussians", 2)
     if layer in ("scale", "prelu"):
         return Operands(x, b, weight, None, None)
-    shape = (
-        (1, 1, g) if layer == "batch_norm" else (n, 1, g) if layer == "group_norm" else (n, t, 1)
-    )
+    shape = {"batch_norm": (1, 1, g), "group_norm": (n, 1, g)}.get(layer, (n, t, 1))
     if kind == "integers" or layer == "batch_norm":
         mean = draw(shape, wide, kind, 3)
         rstd = 2.0 ** draw(shape, wide, "integers", 4)
@@ -73,9 +71,7 @@ def statistics(x: Tensor, layer: str, over: tuple[int, ...]) -> tuple[Tensor, Te
     return mean[..., 0], (square + EPS).rsqrt()[..., 0]
 
 
-def forward(
-    layer: str, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None, rstd: Tensor | None
-) -> Tensor:
+def forward(layer, x, weight, bias, mean, rstd):
     """One sample [T, G, K] -> [T, G, K], with the layer's own statistics if these are None"""
     t, g, k = x.shape
     if layer == "prelu":
@@ -118,32 +114,20 @@ def truth(problem: Affine, o: Operands, kind: Kind) -> Truth:
     x, g, w = o.x.double(), o.g.double(), o.weight.double()
     given = kind == "integers" or layer in FROZEN
     each = [_sample(layer, n, x, g, w, o, given) for n in range(len(x))]
-    parts = [torch.stack(p) if p else torch.zeros(0) for p in zip(*each, strict=True)] or [
-        torch.zeros(0, *w.shape).double(),
-        torch.zeros(0, *w.shape).double(),
-        torch.zeros_like(x),
-    ]
+    parts = [torch.stack(p) for p in zip(*each, strict=True)]
+    parts = parts or [*torch.zeros(2, 0, *w.shape).double(), torch.zeros_like(x)]
     mean = 0 if o.mean is None else o.mean.double()[..., None].abs()
     rstd = torch.ones(1) if o.rstd is None else o.rstd.double()[..., None]
     feature = (x.abs() + mean) * rstd
     inner = (w * g).abs()
     spread = (inner * feature).mean(problem.over, keepdim=True)
     magnitude = rstd * (inner + inner.mean(problem.over, keepdim=True) + feature * spread)
-    return Truth(
-        problem.t,
-        parts[0],
-        parts[1],
-        (g.abs() * feature).sum(1),
-        g.abs().sum(1),
-        parts[2],
-        magnitude,
-    )
+    sizes = (g.abs() * feature).sum(1), g.abs().sum(1)
+    return Truth(problem.t, *parts[:2], *sizes, parts[2], magnitude)
 
 
-def _sample(
-    layer: str, n: int, x: Tensor, g: Tensor, w: Tensor, o: Operands, given: bool
-) -> tuple[Tensor, ...]:
-    def of_sample(statistic: Tensor | None) -> Tensor | None:
+def _sample(layer, n, x, g, w, o, given):
+    def of_sample(statistic):
         if statistic is None or not given:
             return None
         return statistic[min(n, len(statistic) - 1)].double()
@@ -151,9 +135,7 @@ def _sample(
     inputs = [t.clone().requires_grad_() for t in (w, torch.zeros_like(w), x[n])]
     y = forward(layer, inputs[2], inputs[0], inputs[1], of_sample(o.mean), of_sample(o.rstd))
     grads = torch.autograd.grad(y, inputs, g[n], allow_unused=True)
-    return tuple(
-        torch.zeros_like(i) if d is None else d for i, d in zip(inputs, grads, strict=True)
-    )
+    return [torch.zeros_like(i) if d is None else d for i, d in zip(inputs, grads, strict=True)]
 
 
 @cache

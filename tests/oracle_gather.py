@@ -28,17 +28,11 @@ class Gather(NamedTuple):
 
 
 GATHER = [
-    Gather(0, 5, 3, 7),  # no samples
-    Gather(3, 0, 3, 7),  # no positions
-    Gather(3, 5, 3, 0),
-    Gather(1, 1, 1, 1),
-    Gather(4, 1, 50, 33),
-    Gather(3, 17, 1, 5),  # one id, all the time
-    Gather(3, 33, 7, 31),
-    Gather(3, 40, 100_000, 17),  # ids of three bytes, hardly one twice
-    Gather(2, 300, 257, 64),
-    Gather(33, 5, 4, 16),  # more samples than threads
-]
+    Gather(0, 5, 3, 7), Gather(3, 0, 3, 7), Gather(3, 5, 3, 0),  # no samples, no positions
+    Gather(1, 1, 1, 1), Gather(4, 1, 50, 33), Gather(3, 17, 1, 5),  # one id, all the time
+    Gather(3, 33, 7, 31), Gather(3, 40, 100_000, 17),  # ids of three bytes, hardly one twice
+    Gather(2, 300, 257, 64), Gather(33, 5, 4, 16),  # more samples than threads
+]  # fmt: skip
 
 
 def gradients(indices: Tensor, grads: Tensor, v: int, padding_idx: int | None) -> Tensor:
@@ -51,14 +45,8 @@ def gradients(indices: Tensor, grads: Tensor, v: int, padding_idx: int | None) -
     return torch.cat(each)
 
 
-def assert_sq_norms(
-    actual: Tensor,  # [N]
-    indices: Tensor,
-    grads: Tensor,
-    v: int,
-    padding_idx: int | None,
-    kind: Kind,
-) -> None:
+def assert_sq_norms(actual, indices, grads, v, padding_idx, kind):
+    """actual: [N]"""
     dtype = grads.dtype
     g = gradients(indices, grads, v, padding_idx)
     magnitude = gradients(indices, grads.abs(), v, padding_idx)

@@ -4,11 +4,10 @@ from functools import cache
 
 import pytest
 import torch
-from attach_oracle import Model
+from attach_models import Model
 from torch import nn
 
 N, T, I, H = 4, 5, 3, 6
-
 KINDS = {
     "lstm": nn.LSTM,
     "gru": nn.GRU,
@@ -59,10 +58,10 @@ def net(rnn):
     return Model(forward, i=nn.Linear(I, I), r=rnn)
 
 
-def made(kind, option):
+def made(kind, option, hidden=H):
     if "proj_size" in OPTIONS[option] and kind != "lstm":
         pytest.skip("only an LSTM projects")
-    return KINDS[kind](I, H, **OPTIONS[option]).train(option != "dropout in eval")
+    return KINDS[kind](I, hidden, **OPTIONS[option]).train(option != "dropout in eval")
 
 
 @cache

@@ -4,6 +4,7 @@ A case draws samples of given sizes, calls a model on all of them joined, and on
 """
 
 import torch
+from attach_models import Model
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,18 +13,21 @@ D, CLASSES, WORDS = 6, 3, 23
 
 def spread(sizes):
     """The sample of each row."""
-    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.long))
 
 
-class DeepSet(nn.Module):
-    def __init__(self, pool="index_add"):
-        super().__init__()
-        self.a, self.n, self.b = nn.Linear(D, 8), nn.LayerNorm(8), nn.Linear(8, CLASSES)
-        self.pool = pool
+def packed_row(lengths, size):
+    """Document ids of a row, padded with -1, and the positions in its documents."""
+    at = torch.cat([torch.arange(length) for length in [0, *lengths]])
+    rest = 0, size - len(at)
+    return F.pad(spread(lengths), rest, value=-1), F.pad(at, rest)
 
-    def forward(self, x, ids, n):
-        h = torch.relu(self.n(self.a(x)))
-        return self.b(pooled(h, ids, n, self.pool))
+
+def deep_set(pool="index_add"):
+    def forward(m, x, ids, n):
+        return m.b(pooled(torch.relu(m.n(m.a(x))), ids, n, pool))
+
+    return Model(forward, a=nn.Linear(D, 8), n=nn.LayerNorm(8), b=nn.Linear(8, CLASSES))
 
 
 def pooled(h, rows, n, how):
@@ -39,67 +43,49 @@ def pooled(h, rows, n, how):
     return zeros.scatter_reduce(0, wide, h, how, include_self=False)
 
 
-class Attending(nn.Module):
+def attending(m, x, ids, n):
     """Attention pooling of bags: a softmax over the rows of each bag."""
-
-    def __init__(self):
-        super().__init__()
-        self.v, self.s, self.o = nn.Linear(D, 8), nn.Linear(D, 1), nn.Linear(8, CLASSES)
-
-    def forward(self, x, ids, n):
-        score = self.s(x).squeeze(-1).exp()
-        total = score.new_zeros(n).index_add(0, ids, score)
-        weight = score / total[ids]
-        return self.o(pooled(self.v(x) * weight[:, None], ids, n, "index_add"))
+    score = m.s(x).squeeze(-1).exp()
+    weight = score / score.new_zeros(n).index_add(0, ids, score)[ids]
+    return m.o(pooled(m.v(x) * weight[:, None], ids, n, "index_add"))
 
 
-class Convolving(nn.Module):
+def convolve(m, x, edges, ids, n):
+    src, dst = edges
+    ones = x.new_ones(len(x) + len(dst))
+    degree = ones[: len(x)].index_add(0, dst, ones[len(x) :])
+    norm = (degree[src] * degree[dst]).rsqrt()
+    h = m.gcn(x)
+    h = torch.relu(h.index_add(0, dst, norm[:, None].to(h.dtype) * h.index_select(0, src)))
+    zeros, wide = torch.zeros_like(h), dst[:, None].expand(-1, 8)
+    h = h + zeros.index_add(0, dst, m.first(torch.cat([x[src], x[dst] - x[src]], 1)))
+    mean = zeros.scatter_reduce(0, wide, h[src], "mean", include_self=False)
+    h = torch.relu(m.root(h) + m.sage(mean))
+    h = m.gin(h + zeros.index_add(0, dst, h[src]))
+    edge = torch.tanh(m.edge(torch.cat([h[dst], h[src] - h[dst]], 1)))
+    h = zeros.scatter_reduce(0, wide, edge, "amax", include_self=False)
+    return m.out(pooled(h, ids, n, "mean"))
+
+
+def convolving():
     """GCN-, SAGE- and GIN-like layers, and one that looks at edges (EdgeConv)."""
-
-    def __init__(self):
-        super().__init__()
-        self.gcn, self.sage, self.root = nn.Linear(D, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.gin = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-        self.edge = nn.Linear(16, 8)
-        self.first = nn.Linear(2 * D, 8)
-        self.out = nn.Linear(8, CLASSES)
-
-    def forward(self, x, edges, ids, n):
-        src, dst = edges
-        degree = torch.ones(len(x), dtype=x.dtype).index_add(
-            0, dst, torch.ones_like(dst, dtype=x.dtype)
-        )
-        norm = (degree[src] * degree[dst]).rsqrt()
-        h = self.gcn(x)
-        h = torch.relu(h.index_add(0, dst, norm[:, None].to(h.dtype) * h.index_select(0, src)))
-        h = h + torch.zeros_like(h).index_add(
-            0, dst, self.first(torch.cat([x[src], x[dst] - x[src]], 1))
-        )
-        mean = torch.zeros_like(h).scatter_reduce(
-            0, dst[:, None].expand(-1, 8), h[src], "mean", include_self=False
-        )
-        h = torch.relu(self.root(h) + self.sage(mean))
-        h = self.gin(h + torch.zeros_like(h).index_add(0, dst, h[src]))
-        m = torch.tanh(self.edge(torch.cat([h[dst], h[src] - h[dst]], 1)))
-        h = torch.zeros_like(h).scatter_reduce(
-            0, dst[:, None].expand_as(m), m, "amax", include_self=False
-        )
-        return self.out(pooled(h, ids, n, "mean"))
+    sizes = {"gcn": (D, 8), "sage": (8, 8), "root": (8, 8), "edge": (16, 8), "first": (2 * D, 8)}
+    layers = {name: nn.Linear(*size) for name, size in sizes.items()}
+    gin = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    return Model(convolve, **layers, gin=gin, out=nn.Linear(8, CLASSES))
 
 
-class Encoder(nn.Module):
+def encoder():
     """A layer of torch's own, whose attention has the sequences first."""
 
-    def __init__(self):
-        super().__init__()
-        self.emb, self.out = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-
-    def forward(self, tokens, positions, ids=None, joins=False):
+    def forward(m, tokens, positions, ids=None, joins=False):
         mask = None
         if ids is not None and not joins:
             mask = (ids[:, :, None] != ids[:, None, :]).repeat_interleave(2, 0)
-        return self.out(self.layer(self.emb(tokens), src_mask=mask))
+        return m.out(m.layer(m.emb(tokens), src_mask=mask))
+
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return Model(forward, emb=nn.Embedding(WORDS, 8), layer=layer, out=nn.Linear(8, WORDS))
 
 
 def ring(size, more, generator):
@@ -109,44 +95,37 @@ def ring(size, more, generator):
     return torch.cat([edges, extra], 1)
 
 
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.heads = heads
-
-    def forward(self, x, mask):
-        b, t, c = x.shape
-        q, k, v = (
-            part.view(b, t, self.heads, c // self.heads).transpose(1, 2)
-            for part in self.qkv(self.ln1(x)).split(c, 2)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        x = x + self.proj(y.transpose(1, 2).reshape(b, t, c))
-        return x + self.down(F.gelu(self.up(self.ln2(x))))
+def attend(m, x, mask, heads=2):
+    b, t, c = x.shape
+    parts = m.qkv(m.ln1(x)).split(c, 2)
+    q, k, v = (part.view(b, t, heads, c // heads).transpose(1, 2) for part in parts)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    x = x + m.proj(y.transpose(1, 2).reshape(b, t, c))
+    return x + m.down(F.gelu(m.up(m.ln2(x))))
 
 
-class GPT(nn.Module):
-    def __init__(self, tied=True, layers=2, width=12, heads=2, words=WORDS, longest=32):
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(words, width), nn.Embedding(longest, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.ln = nn.LayerNorm(width)
-        self.head = nn.Linear(width, words, bias=False)
-        if tied:
-            self.head.weight = self.wte.weight
+def block(width):
+    return Model(attend, ln1=nn.LayerNorm(width), ln2=nn.LayerNorm(width),
+                 qkv=nn.Linear(width, 3 * width), proj=nn.Linear(width, width),
+                 up=nn.Linear(width, 2 * width), down=nn.Linear(2 * width, width))  # fmt: skip
 
-    def forward(self, tokens, positions, ids=None, joins=False):
-        s = tokens.shape[1]
-        mask = torch.ones(s, s, dtype=torch.bool).tril()[None]
+
+def gpt(tied=True, layers=2, width=12):
+    def forward(m, tokens, positions, ids=None, joins=False):
+        mask = torch.ones(*tokens.shape[1:] * 2, dtype=torch.bool).tril()[None]
         if ids is not None and not joins:
             mask = mask & (ids[:, :, None] == ids[:, None, :])
-        h = self.wte(tokens) + self.wpe(positions)
-        for block in self.blocks:
+        h = m.wte(tokens) + m.wpe(positions)
+        for block in m.blocks:
             h = block(h, None if joins == "causal" else mask[:, None])
-        return self.head(self.ln(h))
+        return m.head(m.ln(h))
+
+    model = Model(forward, wte=nn.Embedding(WORDS, width), wpe=nn.Embedding(32, width),
+                  blocks=nn.ModuleList(block(width) for _ in range(layers)),
+                  ln=nn.LayerNorm(width), head=nn.Linear(width, WORDS, bias=False))  # fmt: skip
+    if tied:
+        model.head.weight = model.wte.weight
+    return model
 
 
 class Case:
@@ -171,7 +150,9 @@ class Sets(Case):
         self.pool, self.shuffled = pool, shuffled
 
     def model(self):
-        return Attending() if self.pool == "softmax" else DeepSet(self.pool)
+        if self.pool != "softmax":
+            return deep_set(self.pool)
+        return Model(attending, v=nn.Linear(D, 8), s=nn.Linear(D, 1), o=nn.Linear(8, CLASSES))
 
     def draw(self, sizes, generator, dtype=torch.float64):
         super().draw(sizes, generator, dtype)
@@ -191,8 +172,7 @@ class Graphs(Case):
     def __init__(self, more=2):
         self.more = more
 
-    def model(self):
-        return Convolving()
+    model = staticmethod(convolving)
 
     def draw(self, sizes, generator, dtype=torch.float64):
         super().draw(sizes, generator, dtype)
@@ -215,22 +195,14 @@ class Packed(Case):
     joins = False  # documents of a row see each other
 
     def __init__(self, tied=True, make=None):
-        self.make = make or (lambda: GPT(tied))
-
-    def model(self):
-        return self.make()
+        self.model = make or (lambda: gpt(tied))
 
     def draw(self, sizes, generator, dtype=torch.float64):
-        longest = max(map(sum, sizes))
-        self.ids = torch.full((len(sizes), longest), -1)
-        self.at = torch.zeros_like(self.ids)
-        self.n = 0
-        for row, lengths in enumerate(sizes):
-            start = 0
-            for length in lengths:
-                here = slice(start, start + length)
-                self.ids[row, here], self.at[row, here] = self.n, torch.arange(length)
-                self.n, start = self.n + 1, start + length
+        rows = [packed_row(lengths, max(map(sum, sizes))) for lengths in sizes]
+        ids, self.at = map(torch.stack, zip(*rows, strict=True))
+        counts = torch.tensor([*map(len, sizes)])
+        first, self.n = (counts.cumsum(0) - counts)[:, None], int(counts.sum())
+        self.ids = torch.where(ids < 0, ids, ids + first)
         self.x = torch.randint(0, WORDS, self.ids.shape, generator=generator)
         words = torch.randint(0, WORDS, self.ids.shape, generator=generator)
         self.y = [words[self.ids == k] for k in range(self.n)]
@@ -267,7 +239,7 @@ CASES = {
     "rings": (lambda: Graphs(0), [[3, 4, 2], [5, 4], [2, 5, 2], [9]]),
     "packed": (lambda: Packed(tied=False), ROWS),
     "packed, tied": (Packed, ROWS),
-    "encoder": (lambda: Packed(make=Encoder), ROWS),
+    "encoder": (lambda: Packed(make=encoder), ROWS),
 }
 
 

@@ -5,7 +5,8 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, refusal, square
+from attach_models import Model, square
+from attach_steps import refusal
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -14,50 +15,37 @@ from two_processes import MODES, N, attached, samples, steps
 T, WIDTH = 6, 8
 
 
-# ---- Models --------------------------------------------------------------------------------------
-class Block(nn.Module):
+def block():
     """A layer scale of its own, beside layers that may be sharded apart from it."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x):
-        return x + self.scale * torch.tanh(self.layer(self.norm(x)))
+    layers = {"norm": nn.LayerNorm(WIDTH), "layer": nn.Linear(WIDTH, WIDTH)}
+    return Model(lambda m, x: x + m.scale * torch.tanh(m.layer(m.norm(x))), **layers,
+                 scale=torch.linspace(0.5, 1.5, WIDTH))  # fmt: skip
 
 
-class ViT(nn.Module):
+def vit(reentrant=None):
     """A class token, a table of positions and a layer scale in the root."""
 
-    def __init__(self, reentrant=None):
-        super().__init__()
-        self.reentrant = reentrant
-        self.into, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
-        self.cls = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.positions = nn.Parameter(torch.randn(1, T + 1, WIDTH))
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.scale = nn.Parameter(torch.linspace(1.5, 0.5, WIDTH))
+    def forward(m, x):
+        x = torch.cat([m.cls.expand(len(x), -1, -1), m.into(x)], 1) + m.positions
+        for block in m.blocks:
+            x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+        return m.out(x * m.scale)
 
-    def forward(self, x):
-        x = torch.cat([self.cls.expand(len(x), -1, -1), self.into(x)], 1) + self.positions
-        for block in self.blocks:
-            kind = self.reentrant
-            x = block(x) if kind is None else checkpoint(block, x, use_reentrant=kind)
-        return self.out(x * self.scale)
+    return Model(forward, into=nn.Linear(3, WIDTH), out=nn.Linear(WIDTH, 2),
+                 cls=torch.randn(1, 1, WIDTH), positions=torch.randn(1, T + 1, WIDTH),
+                 blocks=nn.ModuleList([block(), block()]),
+                 scale=torch.linspace(1.5, 0.5, WIDTH))  # fmt: skip
 
 
-class Chain(nn.Module):
-    def __init__(self, *blocks):
-        super().__init__()
-        self.into, self.out = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        x = torch.tanh(self.into(x))
-        for block in self.blocks:
+def chain(*blocks):
+    def forward(m, x):
+        x = torch.tanh(m.into(x))
+        for block in m.blocks:
             x = block(x)
-        return self.out(x)
+        return m.out(x)
+
+    return Model(forward, into=nn.Linear(3, WIDTH), out=nn.Linear(WIDTH, 2),
+                 blocks=nn.ModuleList(blocks))  # fmt: skip
 
 
 def uncalled(checkpointed=False):
@@ -94,13 +82,13 @@ ROWS = {
 def reshaped(into, back):
     """A layer between reshapes of what it is given and what it gives."""
     rows = Model(lambda m, x: back(m.layer(into(x))), layer=nn.Linear(WIDTH, WIDTH))
-    return Chain(rows, scale())
+    return chain(rows, scale())
 
 
 def token():
     """Calls a block on what no sample entered."""
     return Model(lambda m, x: m.out(torch.tanh(m.into(x)) + m.blocks[0](m.token)),
-                 token=torch.randn(1, 1, WIDTH), blocks=nn.ModuleList([Block()]),
+                 token=torch.randn(1, 1, WIDTH), blocks=nn.ModuleList([block()]),
                  into=nn.Linear(3, WIDTH), out=nn.Linear(WIDTH, 2))  # fmt: skip
 
 
@@ -134,7 +122,6 @@ def made(make):
     return make().double()
 
 
-# ---- What is asserted ----------------------------------------------------------------------------
 def exact(make, shard, order, options, n=N):
     """Sizes of the second step are others."""
     steps(lambda: made(make), in_place(shard), PLACE[order], options, ((n, T), (n + 1, T)))
@@ -154,7 +141,6 @@ def refused(make, shard, order, options, names, penalised=None, n=N):
             probe.reset()
 
 
-# ---- The table -----------------------------------------------------------------------------------
 TOLD, BLOCK_TOLD = {"layout": {"*": "batch"}}, {"layout": {"blocks.0": "batch"}}
 WAYS = {"by block": by_block, "by layer": by_layer,
         "by block, kept": functools.partial(by_block, reshard_after_forward=False),
@@ -168,16 +154,16 @@ def rows(mode):
         for plan, reentrant in PLANS.items():
             if (way == "by layer" and plan != "plain") or ("," in way and mode == "vmap"):
                 continue
-            yield f"{plan}, {way}", exact, functools.partial(ViT, reentrant), shard, {}, {}
+            yield f"{plan}, {way}", exact, functools.partial(vit, reentrant), shard, {}, {}
     title = "a weight without its layer"
-    yield title, exact, lambda: Chain(uncalled(), scale()), by_block, {}, {}
-    yield f"{title}, checkpointed", exact, lambda: Chain(uncalled(True)), by_block, {}, {}
+    yield title, exact, lambda: chain(uncalled(), scale()), by_block, {}, {}
+    yield f"{title}, checkpointed", exact, lambda: chain(uncalled(True)), by_block, {}, {}
     names = {"names": ["blocks.0.scale"]}
-    yield "another run", refused, lambda: Chain(counts()), by_block, BLOCK_TOLD, names
+    yield "another run", refused, lambda: chain(counts()), by_block, BLOCK_TOLD, names
     for name in ("into.weight", "blocks.0.scale"):
         how = {"names": [name], "penalised": name}
         freed = WAYS["by block, freed"]
-        yield f"a penalty on {name}", refused, lambda: Chain(scale()), freed, {}, how
+        yield f"a penalty on {name}", refused, lambda: chain(scale()), freed, {}, how
     makes = {title: functools.partial(reshaped, *between) for title, between in ROWS.items()}
     makes["token"] = token
     for title, make in makes.items():

@@ -128,14 +128,11 @@ def test_squares_below_float32s_range_still_add_up(backend, layer, t):
 
 
 SHARED_OUT = [  # enough work for several threads: by samples, or with few of them by T or by G
-    Affine("layer_norm", 1, 300, 1, 257),
-    Affine("layer_norm", 7, 60, 1, 257),
-    Affine("layer_norm", 300, 1, 1, 257),
-    Affine("group_norm", 1, 900, 5, 16),
-    Affine("group_norm", 9, 900, 5, 3),
-    Affine("batch_norm", 1, 900, 80, 1),
+    Affine("layer_norm", 1, 300, 1, 257), Affine("layer_norm", 7, 60, 1, 257),
+    Affine("layer_norm", 300, 1, 1, 257), Affine("group_norm", 1, 900, 5, 16),
+    Affine("group_norm", 9, 900, 5, 3), Affine("batch_norm", 1, 900, 80, 1),
     Affine("prelu", 3, 30_000, 1, 1),
-]
+]  # fmt: skip
 
 
 @pytest.mark.grid("backend")

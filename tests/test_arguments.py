@@ -44,12 +44,11 @@ def test_conv2d_padding_by_name(padding, kernel_size, dilation):
     layer = torch.nn.Conv2d(6, 4, kernel_size, padding=padding, dilation=dilation, bias=False)
     output = layer(X)
     b = torch.randn_like(output)
-    weight_grad, sq_norms = ops.conv2d_weight_grad(
-        X, b, kernel_size, padding=padding, dilation=dilation
-    )
+    options = {"padding": padding, "dilation": dilation}
+    weight_grad, sq_norms = ops.conv2d_weight_grad(X, b, kernel_size, **options)
     expected = torch.autograd.grad(output, layer.weight, b)[0]
     torch.testing.assert_close(weight_grad, expected, rtol=1e-4, atol=1e-4)
-    alone = ops.conv2d_sq_norms(X, b, kernel_size, padding=padding, dilation=dilation)
+    alone = ops.conv2d_sq_norms(X, b, kernel_size, **options)
     one = torch.autograd.grad(layer(X[:1]), layer.weight, b[:1])[0]
     torch.testing.assert_close(sq_norms, alone, rtol=1e-4, atol=0)
     torch.testing.assert_close(alone[0], one.square().sum(), rtol=1e-4, atol=0)
@@ -64,13 +63,9 @@ def test_rank1_of_a_convolution_with_one_output_pixel():
 def test_results_carry_no_autograd_graph():
     a, b = A.clone().requires_grad_(), B.clone().requires_grad_()
     x, y = X.clone().requires_grad_(), Y.clone().requires_grad_()
-    results = [
-        ops.linear_sq_norms(a, b),
-        *ops.linear_weight_grad(a, b),
-        ops.conv2d_sq_norms(x, y, 3),
-        *ops.conv2d_weight_grad(x, y, 3),
-    ]
-    assert not any(result.requires_grad for result in results)
+    alone = [ops.linear_sq_norms(a, b), ops.conv2d_sq_norms(x, y, 3)]
+    fused = [*ops.linear_weight_grad(a, b), *ops.conv2d_weight_grad(x, y, 3)]
+    assert not any(result.requires_grad for result in alone + fused)
 
 
 TRACED = [
@@ -175,11 +170,7 @@ def test_a_refusal_names_the_argument_and_what_came(call, error, text):
 
 
 def test_public_names():
-    assert ops.__all__ == [
-        "conv2d_sq_norms",
-        "conv2d_weight_grad",
-        "embedding_sq_norms",
-        "linear_sq_norms",
-        "linear_weight_grad",
-    ]
+    both = ["sq_norms", "weight_grad"]
+    products = [f"{layer}_{what}" for layer in ("conv2d", "linear") for what in both]
+    assert ops.__all__ == sorted([*products, "embedding_sq_norms"])
     assert all((getattr(ops, name).__doc__ or "").count("Equivalent to::") for name in ops.__all__)

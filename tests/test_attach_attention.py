@@ -5,21 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    both_dtypes,
-    check,
-    close_named,
-    every_mode,
-    fallback_mode,
-    loop,
-    mlp,
-    need_native,
-    same_gradients,
-    square,
-    square_second,
-)
+from attach_models import Model, mlp, square, square_second
+from attach_modes import a_few_modes, both_dtypes, every_mode, fallback_mode, need_native
+from attach_oracle import check, close_named, loop, same_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -261,15 +249,11 @@ LAYOUTS = {"coo": torch.Tensor.to_sparse, "csr": torch.Tensor.to_sparse_csr}
 layouts = pytest.mark.parametrize("made", LAYOUTS.values(), ids=LAYOUTS)
 
 
-def words():
-    return torch.randn(ROWS, 3).double().relu()
-
-
 @a_few_modes
 @layouts
 @pytest.mark.parametrize("way", ["plain", "a checkpoint", "clipped"])
 def test_a_linear_layer_is_given_bags_of_words(made, way, options):
-    model, x = mlp(5).double(), words()
+    model, x = mlp(5).double(), torch.randn(ROWS, 3).double().relu()
     want = loop(model, square, x)
     twin, sparse = copy.deepcopy(model), made(x)
     clips = way == "clipped" and options.get("weight_grad", True)

@@ -9,25 +9,14 @@ import torch
 import torch._dynamo
 import torch._dynamo.testing
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    close_named,
-    joined,
-    loop,
-    mlp,
-    penalised,
-    refusal,
-    same_gradients,
-    square,
-    under_autocast,
-)
+from attach_models import Model, mlp, penalised, square, under_autocast
+from attach_oracle import close_named, joined, loop, same_gradients
+from attach_steps import refusal
 from torch import nn
 
 import torchgradx
 
-extension = pytest.mark.skipif(
-    not torchgradx.ops.NATIVE, reason="a graph is whole with the extension only"
-)
+extension = pytest.mark.skipif(not torchgradx.ops.NATIVE, reason="needs the extension")
 N = 4
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
@@ -57,12 +46,12 @@ def tied():
     return model
 
 
-def rows(n, t=5):
-    return torch.randn(n, t, 3).double()
+def rows(n):
+    return torch.randn(n, 5, 3).double()
 
 
-def images(n, size=9):
-    return torch.randn(n, 3, size, size).double()
+def images(n):
+    return torch.randn(n, 3, 9, 9).double()
 
 
 def ids(n, t=5):
@@ -220,7 +209,6 @@ def test_in_a_compiled_step():
 @backends
 def test_autocast_is_that_of_the_eager_model(make, backend, dtype):
     model, x = make(), ids(N) if make is tokens else images(N).float()
-
     loss = under_autocast(dtype)
     with torchgradx.attach(model) as probe:
         loss(model, x).backward()
@@ -230,29 +218,20 @@ def test_autocast_is_that_of_the_eager_model(make, backend, dtype):
     loss(compiled, x).backward()
     got = probe.norms(per="parameter")
     for name in want:
-        torch.testing.assert_close(
-            got[name], want[name], rtol=64 * torch.finfo(dtype).eps, atol=0.0
-        )
-
-
-def functional(m, x):
-    return F.linear(m.l(x), m.l.weight)
-
-
-def mixing(m, x):
-    return m.l(x) + m.l(x).flip(0)
-
-
-def table(m, x):
-    return m.l(x + m.p(torch.arange(x.shape[1])))
+        rtol = 64 * torch.finfo(dtype).eps
+        torch.testing.assert_close(got[name], want[name], rtol=rtol, atol=0.0)
 
 
 NEVER = {
-    "a functional use": (lambda: Model(functional, l=nn.Linear(3, 3)), square),
-    "samples that mix": (lambda: Model(mixing, l=nn.Linear(3, 3)), square),
-    "a table of positions": (lambda: Model(table, l=nn.Linear(3, 3), p=nn.Embedding(5, 3)), square),
+    "a functional use": (
+        lambda: Model(lambda m, x: F.linear(m.l(x), m.l.weight), l=nn.Linear(3, 3)), square),
+    "samples that mix": (
+        lambda: Model(lambda m, x: m.l(x) + m.l(x).flip(0), l=nn.Linear(3, 3)), square),
+    "a table of positions": (
+        lambda: Model(lambda m, x: m.l(x + m.p(torch.arange(x.shape[1]))), l=nn.Linear(3, 3),
+                      p=nn.Embedding(5, 3)), square),
     "a penalty on the weights": (mlp, penalised),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "loss"), NEVER.values(), ids=NEVER)
@@ -381,7 +360,6 @@ def test_compiled_autograd_is_refused():
 
 
 # The operators that a whole graph records with, by themselves
-
 # A token is another each time, which AOTAutograd's own check would hold against the operator.
 STATIC = ("test_schema", "test_autograd_registration", "test_faketensor")
 

@@ -3,25 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
+from attach_models import Model, square, under_autocast
+from attach_modes import (
     ANY,
-    Model,
     a_few_modes,
-    check,
-    close,
     each_of,
-    exact_or_refused,
-    exact_steps,
     fallback_mode,
-    loop,
-    loop_model,
     native_missing,
     need_native,
-    refused,
-    square,
     title,
-    under_autocast,
 )
+from attach_oracle import check, close, loop, loop_model
+from attach_steps import exact_or_refused, exact_steps, refused
 from clip_oracle import check_clip
 from torch import nn
 from torch.func import functional_call
@@ -35,24 +28,15 @@ NATIVE = {"backend": "native"}
 modes = each_of([NATIVE, NATIVE | {"fused": False}, NATIVE | {"weight_grad": False}])
 
 
-def rows():
-    return torch.randn(N, T, D)
+def of_a_sample(*size):
+    return lambda n=N: torch.randn(n, *size)
 
 
-def ids():
-    return torch.randint(0, V, (N, T))
+def linear():
+    return nn.Linear(D, D)
 
 
-def images():
-    return torch.randn(N, 3, 4, 4)
-
-
-def tied(m, x):
-    return F.linear(torch.tanh(m.o(m.e(x))), m.e.weight)
-
-
-def biased(m, x):
-    return F.linear(torch.tanh(m.l(x)), m.l.weight, m.l.bias)
+rows = of_a_sample(T, D)
 
 
 def turned(m, x):
@@ -67,47 +51,34 @@ def times(m, x):
     return torch.addmm(m.l.bias, h, m.l.weight.t(), beta=0.5, alpha=3).view_as(x)
 
 
-def sliced(m, x):
-    return m.l(x) + F.linear(x, m.l.weight[:, :2].repeat(1, 3)[:, :D])
-
-
-def scaled(m, x):
-    return m.n(x) * m.n.weight + m.n.bias
-
-
-def folded(m, x):
-    return F.conv2d(torch.tanh(m.c(x)), m.c.weight, padding=1)
-
-
-def inner(m, x):
-    """A module's weight, in the forward of another that has its own."""
-    return m.o(m.l(x)) + F.linear(x, m.l.weight)
-
-
-def linear():
-    return nn.Linear(D, D)
-
-
-def headed(m, x):
-    """As BERT's: the decoder's bias is a parameter of the head too."""
-    return m.decoder(torch.tanh(m.dense(x))) + m.bias
-
-
 def of_bert():
-    model = Model(headed, dense=linear(), decoder=linear())
+    """The decoder's bias is a parameter of the head too."""
+    model = Model(lambda m, x: m.decoder(torch.tanh(m.dense(x))) + m.bias, dense=linear(),
+                  decoder=linear())  # fmt: skip
     model.bias = model.decoder.bias
     return model
 
 
 MODELS = {
-    "embedding and head": (lambda: Model(tied, e=nn.Embedding(V, D), o=linear()), ids),
-    "with bias": (lambda: Model(biased, l=linear()), rows),
+    "embedding and head": (
+        lambda: Model(lambda m, x: F.linear(torch.tanh(m.o(m.e(x))), m.e.weight),
+                      e=nn.Embedding(V, D), o=linear()), lambda: torch.randint(0, V, (N, T))),
+    "with bias": (
+        lambda: Model(lambda m, x: F.linear(torch.tanh(m.l(x)), m.l.weight, m.l.bias), l=linear()),
+        rows),
     "turned": (lambda: Model(turned, l=linear()), rows),
     "times a number": (lambda: Model(times, l=linear()), rows),
-    "a part": (lambda: Model(sliced, l=linear()), rows),
-    "scale and shift": (lambda: Model(scaled, n=nn.LayerNorm(D)), rows),
-    "convolution": (lambda: Model(folded, c=nn.Conv2d(3, 3, 3, padding=1)), images),
-    "two": (lambda: Model(inner, l=linear(), o=linear()), rows),
+    "a part": (
+        lambda: Model(lambda m, x: m.l(x) + F.linear(x, m.l.weight[:, :2].repeat(1, 3)[:, :D]),
+                      l=linear()), rows),
+    "scale and shift": (
+        lambda: Model(lambda m, x: m.n(x) * m.n.weight + m.n.bias, n=nn.LayerNorm(D)), rows),
+    "convolution": (
+        lambda: Model(lambda m, x: F.conv2d(torch.tanh(m.c(x)), m.c.weight, padding=1),
+                      c=nn.Conv2d(3, 3, 3, padding=1)), of_a_sample(3, 4, 4)),
+    "two": (  # in the forward of a module that has its own
+        lambda: Model(lambda m, x: m.o(m.l(x)) + F.linear(x, m.l.weight), l=linear(), o=linear()),
+        rows),
     "a bias": (of_bert, rows),
 }  # fmt: skip
 models = pytest.mark.parametrize("name", MODELS)
@@ -189,15 +160,9 @@ class ByHand(nn.Conv2d):
 
 
 def of_images(m, x):
-    """A sample's several, first and last."""
     first = F.conv2d(x.flatten(0, 1), m.w, m.b, padding=1).unflatten(0, x.shape[:2])
     last = F.conv2d(x.transpose(0, 1).flatten(0, 1), m.w, padding=1).unflatten(0, (-1, len(x)))
     return first + last.transpose(0, 1)
-
-
-def near_its_unit(m, x):
-    """Rows of which next to nothing is left beside what lies along the weight."""
-    return F.conv2d(1 + 1e-3 * x, torch._weight_norm(1 + 1e-3 * m.v, m.g, 0))
 
 
 def in_two(m, x):
@@ -214,14 +179,6 @@ def transposed(m, x):
     return F.conv_transpose2d(x, m.w, m.b, 2, 1, output_padding=1, groups=2)
 
 
-def beyond_its_stride(m, x):
-    return F.conv_transpose2d(x, m.w, m.b, output_padding=1, dilation=2)
-
-
-def of_a_sample(*size):
-    return lambda n=N: torch.randn(n, *size)
-
-
 IMAGE, SOUND = of_a_sample(4, 5, 5), of_a_sample(4, 9)
 PAIRS = {"w": torch.randn(4, 4, 3, 3), "b": torch.randn(4)}
 NORMED = {"v": torch.randn(4, 4, 3, 3), "g": torch.randn(4, 1, 1, 1)}
@@ -233,7 +190,9 @@ COMPUTED = {
         lambda: Model(lambda m, x: F.conv3d(x, m.w, groups=2), w=torch.randn(4, 2, 2, 2, 2)),
         of_a_sample(4, 3, 3, 3)),
     "transposed": (lambda: Model(transposed, w=torch.randn(4, 2, 3, 3), b=torch.randn(4)), IMAGE),
-    "padded beyond its stride": (lambda: Model(beyond_its_stride, **PAIRS), IMAGE),
+    "padded beyond its stride": (
+        lambda: Model(lambda m, x: F.conv_transpose2d(x, m.w, m.b, output_padding=1, dilation=2),
+                      **PAIRS), IMAGE),
     "several images": (
         lambda: Model(of_images, w=torch.randn(6, 6, 3, 3), b=torch.randn(6)),
         of_a_sample(3, 6, 5, 5)),
@@ -246,8 +205,10 @@ COMPUTED = {
     "weight_norm by position": (lambda: weight_norm(nn.Conv1d(4, 4, 4, **GROUPED), dim=2), SOUND),
     "weight_norm of old": (lambda: nn.utils.weight_norm(nn.Conv1d(4, 4, 4, **GROUPED)), SOUND),
     "weight_norm of a Linear": (lambda: weight_norm(nn.Linear(5, 6)), IMAGE),
-    "weight_norm, cancelled": (
-        lambda: Model(near_its_unit, v=torch.randn(4, 4, 1, 1), g=NORMED["g"]), IMAGE),
+    "weight_norm, cancelled": (  # rows of which next to nothing is left beside what lies along it
+        lambda: Model(lambda m, x: F.conv2d(1 + 1e-3 * x,
+                                            torch._weight_norm(1 + 1e-3 * m.v, m.g, 0)),
+                      v=torch.randn(4, 4, 1, 1), g=NORMED["g"]), IMAGE),
     "in two convolutions": (lambda: Model(in_two, **NORMED, b=torch.randn(4)), IMAGE),
     "both": (lambda: Model(of_both, **NORMED, h=torch.rand(4) + 0.5), IMAGE),
     "by hand": (lambda: ByHand(4, 6, 3), IMAGE),
@@ -284,7 +245,6 @@ def test_a_weight_of_a_convolution_may_be_computed(name, options):
 
 @computed
 def test_a_computed_weight_is_served_at_the_graphs_nodes(name):
-    """In steps of other sizes too."""
     model, _ = around(name)
     shown = exact_steps(model, *(COMPUTED[name][1](n).double() for n in (N, N, 3, 1, N)))
     assert ("run again" in shown) == bool(native_missing())

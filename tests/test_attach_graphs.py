@@ -3,23 +3,14 @@
 import copy
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    close,
-    close_named,
-    every_mode,
-    joined,
-    loop,
-    loop_model,
-    mlp,
-    same_gradients,
-    square,
-)
+from attach_models import Model, mlp, square
+from attach_modes import a_few_modes, every_mode
+from attach_oracle import close, close_named, joined, loop, loop_model, same_gradients
 from test_attach_checkpoint import checkpointed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -63,14 +54,11 @@ def both_outputs(m, x):
     return m.o(rows + state[0][:, None])
 
 
-def recurrent(forward):
-    return Model(forward, g=nn.GRU(3, 4, batch_first=True), o=nn.Linear(4, 2)).double()
-
-
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"backend": "vmap"}], ids=str)
 def test_weights_may_be_stepped_within_the_backward(options):
     """A layer of several outputs is run again when the backward ends, with the weights it had."""
-    model, x = recurrent(both_outputs), torch.randn(N, 5, 3).double()
+    model = Model(both_outputs, g=nn.GRU(3, 4, batch_first=True), o=nn.Linear(4, 2)).double()
+    x = torch.randn(N, 5, 3).double()
 
     def step(p):
         with torch.no_grad():
@@ -109,32 +97,19 @@ def test_a_backward_that_begins_in_several_places():
 
 
 SAMPLES, T, C = 3, 5, 4
-
-
-def first(rnn):
-    return Model(lambda m, x: m.r(x)[0], r=rnn)
-
-
-def looked_up():
-    return Model(
-        lambda m, x: m.l(x * m.e(torch.arange(T))), e=nn.Embedding(T, C), l=nn.Linear(C, 2)
-    )
-
-
 ROWS, IMAGES = (SAMPLES, T, C), (SAMPLES, C, 6, 6)
 DIFFERENTIATED = {
     "linear": (lambda: nn.Linear(C, 6), ROWS),
     "conv2d": (lambda: nn.Conv2d(C, 6, 3, groups=2), IMAGES),
     "layer norm": (lambda: nn.LayerNorm(C), ROWS),
     "group norm": (lambda: nn.GroupNorm(2, C), IMAGES),
-    "embedding": (looked_up, ROWS),
-    "lstm": (lambda: first(nn.LSTM(C, 6, batch_first=True)), ROWS),
+    "embedding": (
+        lambda: Model(lambda m, x: m.l(x * m.e(torch.arange(T))), e=nn.Embedding(T, C),
+                      l=nn.Linear(C, 2)), ROWS),
+    "lstm": (lambda: Model(lambda m, x: m.r(x)[0], r=nn.LSTM(C, 6, batch_first=True)), ROWS),
     "encoder": (lambda: nn.TransformerEncoderLayer(C, 2, 8, 0.0, batch_first=True), ROWS),
-}
+}  # fmt: skip
 each_model = pytest.mark.parametrize("name", DIFFERENTIATED)
-forwards = pytest.mark.parametrize(
-    "name", [m for m in DIFFERENTIATED if m != "encoder"]
-)  # attention has no tangents
 
 
 def example(name):
@@ -158,9 +133,8 @@ def exact_afterwards(probe, model, x):
 
 
 @every_mode
-@forwards
+@pytest.mark.parametrize("name", sorted(DIFFERENTIATED.keys() - {"encoder"}))  # has no tangents
 def test_tangents_go_through(name, options):
-    """Forward-mode differentiation."""
     model, twin, x = example(name)
     v = torch.randn_like(x)
 
@@ -198,15 +172,16 @@ def test_several_gradients_at_once_come_back(name, options):
 
 
 def overwriting(m, x):
+    """Its input before backward."""
     x = x * 1.0
-    y = m.l(x)
+    y = m.a(x)
     x.add_(5.0)
-    return m.o(torch.tanh(y))
+    return m.b(torch.tanh(y))
 
 
 @every_mode
 def test_an_input_that_is_overwritten_before_backward_is_refused_as_autograd_refuses(options):
-    model = Model(overwriting, l=nn.Linear(3, 4), o=nn.Linear(4, 2)).double()
+    model = Model(overwriting, a=nn.Linear(3, 4), b=nn.Linear(4, 2)).double()
 
     def step():
         square(model, torch.randn(N, 3).double()).backward()
@@ -235,7 +210,6 @@ HOOKS = {
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_of_the_users_own_are_honoured_whoever_came_first(kind, first, options):
     model, x = mlp().double(), torch.randn(N, 3).double()
-
     hooked, register = copy.deepcopy(model), HOOKS[kind]
     register(hooked[2])
     want = loop(hooked, square, x)
@@ -258,9 +232,7 @@ def test_backward_may_run_in_another_thread(kind, options):
     x = torch.randn(N, 3).double()
     with torchgradx.attach(model, **options) as probe:
         loss = square(model, x)
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
+        ThreadPoolExecutor(1).submit(loss.backward).result()
         close_named(probe.norms(per="parameter"), loop(model, square, x))
 
 
@@ -269,7 +241,6 @@ THREADS, ATTACHED, ROUNDS = 6, 40, 3
 
 @pytest.fixture
 def switching():
-    """Between threads as often as may be."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield

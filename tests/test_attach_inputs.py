@@ -4,21 +4,10 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import (
-    ANY,
-    Model,
-    a_few_modes,
-    check,
-    close,
-    close_named,
-    each_of,
-    every_mode,
-    loop,
-    per_model,
-    read_or_refused,
-    same_gradients,
-    square,
-)
+from attach_models import Model, square
+from attach_modes import ANY, a_few_modes, each_of, every_mode
+from attach_oracle import check, close, loop, per_model
+from attach_steps import exact_step, read_or_refused
 from test_attach_layers import ELEMENTWISE_LAYERS, KERNEL_LAYERS
 from torch import nn
 
@@ -137,18 +126,15 @@ def views(m, x):
     return h.transpose(1, 2).contiguous().transpose(1, 2), h.sum(1)
 
 
-def attention():
-    return Model(lambda m, x: m.a(x, x, x), a=nn.MultiheadAttention(D, 2, batch_first=True))
-
-
 STOCK = {
     "an LSTM both ways": lambda: nn.LSTM(D, D // 2, batch_first=True, bidirectional=True),
-    "attention": attention,
+    "attention": lambda: Model(
+        lambda m, x: m.a(x, x, x), a=nn.MultiheadAttention(D, 2, batch_first=True)),
     "a GRU": lambda: nn.GRU(D, D, batch_first=True),
     "a Linear": lambda: nn.Linear(D, D),
     "a LayerNorm": lambda: nn.LayerNorm(D),
     "a transposed convolution": lambda: nn.ConvTranspose1d(T, T, 3, padding=1),
-}
+}  # fmt: skip
 OWN = {
     "views": lambda: Model(views, w=torch.randn(D, D)),
     "one view": lambda: Model(lambda m, x: views(m, x)[0], w=torch.randn(D, D)),
@@ -160,8 +146,6 @@ every_end = pytest.mark.parametrize("then", THEN.values(), ids=THEN)
 
 
 def around(module, change, then):
-    """[N, T, D] -> [N, T, D or 3]"""
-
     def forward(m, x):
         out = m.r(torch.tanh(m.i(x)))
         y = out[0] if isinstance(out, tuple) else out
@@ -197,34 +181,25 @@ def test_outputs_of_a_user_s_modules_are_not_missed(make, change, then, options)
             model.zero_grad()
 
 
-any_option = each_of(ANY)
-
-
-def pieces(model, x, detach):
-    """The loss of a sequence in three pieces, the state being detached between them."""
+def pieces(model, x):
+    """The loss of a sequence in three pieces, the state being detached in place between them."""
     state, total = None, 0.0
     for piece in x.chunk(3, 1):
         y, state = model(piece, state)
         total = total + y.flatten(1).square().sum(1).mean()
         for t in state if isinstance(state, tuple) else (state,):
-            detach(t)
+            t.detach_()
     return total
 
 
-@any_option
+@each_of(ANY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_states_that_are_detached_in_place(kind, dtype, options):
     model = Model(lambda m, x, s: m.r(x, s), r=kind(D, D, batch_first=True)).to(dtype)
-    twin, x = copy.deepcopy(model), torch.randn(N, 3 * T, D, dtype=dtype)
-    pieces(twin, x, torch.Tensor.detach_).backward()
+    twin = copy.deepcopy(model) if options.get("weight_grad", True) else None
+    x, rtol = torch.randn(N, 3 * T, D, dtype=dtype), 1e-9 if dtype == torch.float64 else 1e-4
     with torchgradx.attach(model, **options) as probe:
         for _ in range(2):
-            model.zero_grad()
             with probe.same_samples():
-                pieces(model, x, torch.Tensor.detach_).backward()
-            rtol = 1e-9 if dtype == torch.float64 else 1e-4
-            want = loop(model, lambda m, x: pieces(m, x, torch.Tensor.detach_), x)
-            close_named(probe.norms(per="parameter"), want, rtol)
-            if options.get("weight_grad", True):
-                same_gradients(model, twin, rtol)
+                exact_step(probe, model, x, loss=pieces, rtol=rtol, twin=twin)

@@ -4,18 +4,10 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import (
-    ANY,
-    VMAP,
-    Model,
-    close,
-    each_of,
-    exact_step,
-    loop_model,
-    refusal,
-    same_gradients,
-    square,
-)
+from attach_models import Model, identity, square
+from attach_modes import ANY, VMAP, each_of
+from attach_oracle import close, loop_model
+from attach_steps import exact_step, refusal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,41 +15,30 @@ import torchgradx
 
 N = 4
 modes = each_of([*ANY, *VMAP, {"clip": True}])
+ARMED = []  # what the next backward raises in its middle
 
 
-class Trap(torch.autograd.Function):
-    """The identity, whose backward raises what it is armed with."""
-
-    armed: type[BaseException] | None = None
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if Trap.armed is not None:
-            raise Trap.armed("interrupted")
-        return grad
+def armed(grad):
+    if ARMED:
+        raise ARMED[0]("interrupted")
+    return grad
 
 
-def pair():
-    """Two outputs of a module that runs again in backward: it settles at the backward's end."""
-    return Model(lambda m, x: (x @ m.w, (x * 2) @ m.w), w=torch.randn(3, 3))
+trap = identity(armed)
 
 
 def tied(m, x):
-    x = Trap.apply(m.a(x).tanh())
+    x = trap(m.a(x).tanh())
     return m.b(m.a(x)) + m.b(x)
 
 
 def two_outputs(m, x):
     first, second = m.pair(m.a(x))
-    return m.b(Trap.apply(first) + second.tanh())
+    return m.b(trap(first) + second.tanh())
 
 
 def reentrant(m, x):
-    inside = lambda x: m.b(Trap.apply(m.a(x)).tanh())  # noqa: E731
+    inside = lambda x: m.b(trap(m.a(x)).tanh())  # noqa: E731
     return m.c(checkpoint(inside, m.c(x), use_reentrant=True))
 
 
@@ -68,15 +49,13 @@ def linear():
 # name -> model, and N samples of it
 NETS = {
     "tied": lambda: (Model(tied, a=linear(), b=linear()), torch.randn(N, 3)),
-    "two outputs": lambda: (
-        Model(two_outputs, a=linear(), pair=pair(), b=linear()), torch.randn(N, 3)
-    ),
+    "two outputs": lambda: (  # a module that runs again in backward: it settles at its end
+        Model(two_outputs, a=linear(), b=linear(), pair=Model(
+            lambda m, x: (x @ m.w, (x * 2) @ m.w), w=torch.randn(3, 3))), torch.randn(N, 3)),
     "reentrant": lambda: (Model(reentrant, a=linear(), b=linear(), c=linear()), torch.randn(N, 3)),
     "norms and conv": lambda: (
-        nn.Sequential(nn.Conv1d(2, 3, 2), nn.LayerNorm(4), Model(lambda m, x: Trap.apply(x)),
-                      nn.GroupNorm(1, 3), nn.Linear(4, 2)),
-        torch.randn(N, 2, 5),
-    ),
+        nn.Sequential(nn.Conv1d(2, 3, 2), nn.LayerNorm(4), Model(lambda m, x: trap(x)),
+                      nn.GroupNorm(1, 3), nn.Linear(4, 2)), torch.randn(N, 2, 5)),
 }  # fmt: skip
 nets = pytest.mark.parametrize("net", NETS)
 
@@ -88,26 +67,18 @@ def made(net="tied"):
 
 def fails(loss, error=KeyError, **options):
     """A backward with an exception in its middle, which is returned."""
-    Trap.armed = error
+    ARMED.append(error)
     try:
         with pytest.raises(error) as caught:
             loss.backward(**options)
     finally:
-        Trap.armed = None
+        ARMED.clear()
     return caught
 
 
-def nothing_recorded(probe):
-    refusal(probe, "nothing is recorded")
-
-
 def step_is_exact(probe, model, x, options):
-    model.zero_grad()
     twin = copy.deepcopy(model) if options.get("weight_grad", True) else None
-    exact_step(probe, model, x)
-    if twin is not None:
-        square(twin, x).backward()
-        same_gradients(model, twin, None if options.get("fused") is False else 1e-9)
+    exact_step(probe, model, x, twin=twin, exactly=options.get("fused") is False)
 
 
 @modes
@@ -118,7 +89,7 @@ def test_a_failed_backward_leaves_nothing(net, options):
         for error in (KeyError, KeyboardInterrupt):  # the first time at a structure yet unknown
             for _ in range(2):
                 fails(square(model, x), error)
-                nothing_recorded(probe)
+                refusal(probe, "nothing is recorded")
             step_is_exact(probe, model, x, options)
             step_is_exact(probe, model, x, options)
 
@@ -152,7 +123,7 @@ def test_an_exception_at_the_very_end_of_a_backward(options):
         with pytest.raises(KeyError):
             square(model, x).backward()
         handle.remove()
-        nothing_recorded(probe)
+        refusal(probe, "nothing is recorded")
         step_is_exact(probe, model, x, options)
 
 
@@ -185,6 +156,6 @@ def test_a_forward_that_fails_leaves_nothing(net, error, options):
             kept.append(caught)  # and with it the graph
             handle.remove()
             probe.reset()
-            nothing_recorded(probe)
+            refusal(probe, "nothing is recorded")
             assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
             step_is_exact(probe, model, x, options)

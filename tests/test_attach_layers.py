@@ -3,36 +3,21 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    both_dtypes,
-    check,
-    every_mode,
-    exact_steps,
-    fallback_mode,
-    native_missing,
-    rms_norm,
-    square,
-)
+from attach_models import Model, rms_norm, square
+from attach_modes import a_few_modes, both_dtypes, every_mode, fallback_mode, native_missing
+from attach_oracle import check
+from attach_steps import exact_steps
 from recurrent_models import made, net
 from torch import nn
 
 N = 4
 
 
-def conv(*args, **kwargs):
-    return lambda: nn.Conv2d(*args, **kwargs)
+def late(kind):
+    return lambda *args, **kwargs: lambda: kind(*args, **kwargs)
 
 
-def conv3d(*args, **kwargs):
-    return lambda: nn.Conv3d(*args, **kwargs)
-
-
-def linear(*args, **kwargs):
-    return lambda: nn.Linear(*args, **kwargs)
-
-
+linear, conv, conv3d = map(late, (nn.Linear, nn.Conv2d, nn.Conv3d))
 # Layers that have kernels: name -> (how to make it, shape of the input)
 KERNEL_LAYERS = {
     "linear": (linear(3, 5), (N, 3)),
@@ -111,14 +96,7 @@ def batch_norm(kind):
     return layer.eval()
 
 
-def scale():
-    """A leaf module that owns bare parameters."""
-    return Model(lambda m, x: x * m.gain + m.shift, gain=torch.randn(3), shift=torch.randn(1))
-
-
 class Doubled(nn.Linear):
-    """A subclass with a forward of its own is not a Linear."""
-
     def forward(self, x):
         return F.linear(x, self.weight * 2, self.bias) + x[..., :1]
 
@@ -146,13 +124,12 @@ ELEMENTWISE_LAYERS = {
     "prelu": (lambda: nn.PReLU(), (N, 3)),
     "prelu per channel": (lambda: nn.PReLU(3), (N, 3, 4)),
 }
-
-
 FALLBACK_LAYERS = {
     "rms norm of one's own": (lambda: rms_norm(3), (N, 5, 3)),
     "transposed conv2d with much output padding": (lambda: nn.ConvTranspose2d(2, 3, 3, stride=2,
         dilation=3, output_padding=2), (N, 2, 4, 3)),
-    "leaf with bare parameters": (scale, (N, 5, 3)),
+    "leaf with bare parameters": (lambda: Model(lambda m, x: x * m.gain + m.shift,
+        gain=torch.randn(3), shift=torch.randn(1)), (N, 5, 3)),
     "leaf subclass of linear": (lambda: Doubled(3, 3), (N, 3)),
     "gru cell": (lambda: nn.GRUCell(3, 4), (N, 3)),
 }  # fmt: skip
@@ -233,24 +210,16 @@ def of_images(layer, last=False):
     return Model(forward, conv=layer, head=nn.Linear(layer.out_channels, 3))
 
 
-def several_images(name):
+@a_few_modes
+@pytest.mark.parametrize(
+    ("name", "last"), [*((name, False) for name in OF_IMAGES), ("conv2d padding", True)]
+)
+def test_several_images_of_each_sample_are_exact_and_served_in_one_piece(name, last, options):
     make, (n, *sizes) = KERNEL_LAYERS[name]
-    return make(), torch.randn(n, SEVERAL, *sizes)
-
-
-@a_few_modes
-@pytest.mark.parametrize("name", OF_IMAGES)
-def test_several_images_of_each_sample_are_exact_and_served_in_one_piece(name, options):
-    layer, x = several_images(name)
-    check(of_images(layer), square, x, **options)
-    if not options and not native_missing():
-        assert "several uses" not in exact_steps(of_images(layer).double(), x.double())
-
-
-@a_few_modes
-def test_images_before_samples_are_exact(options):
-    layer, x = several_images("conv2d padding")
-    check(of_images(layer, last=True), square, x, **options)
+    model, x = of_images(make(), last), torch.randn(n, SEVERAL, *sizes)
+    check(model, square, x, **options)
+    if not (last or options or native_missing()):
+        assert "several uses" not in exact_steps(model.double(), x.double())
 
 
 @pytest.mark.parametrize("algorithm", ["rank1", "gram", "direct"])
@@ -277,7 +246,6 @@ def test_a_linear_of_gpt2_used_twice_and_tied_to_a_table(options):
     kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
     twice = Model(lambda m, x: m.c(torch.tanh(m.c(x))), c=kind(3, 3))
     check(twice, square, torch.randn(N, 5, 3), **options)
-    tied = Model(lambda m, ids, x: m.c(x).tanh() + m.table(ids), c=kind(3, 7),
-                 table=nn.Embedding(7, 3))  # fmt: skip
+    tied = Model(lambda m, i, x: m.c(x).tanh() + m.table(i), c=kind(3, 7), table=nn.Embedding(7, 3))
     tied.table.weight = tied.c.weight
     check(tied, square, torch.randint(0, 7, (N, 5)), torch.randn(N, 5, 7), **options)

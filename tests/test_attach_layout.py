@@ -4,18 +4,10 @@ sizes, nor taken from a batch of another size."""
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    every_mode,
-    exact_or_refused,
-    exact_steps,
-    fallback_mode,
-    refused,
-    square,
-    square_second,
-)
+from attach_models import Model, square, square_second
+from attach_modes import a_few_modes, every_mode, fallback_mode
+from attach_oracle import check
+from attach_steps import exact_or_refused, exact_steps, refused
 from test_steps_cost import t5
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -27,8 +19,6 @@ N = 4
 
 
 def flattened(sequence_first, kind=nn.Linear):
-    """Layers fed rows n*T+t, or t*N+n."""
-
     def forward(m, x):
         x = x.transpose(0, 1) if sequence_first else x
         y = m.b(torch.tanh(m.a(x.reshape(-1, *x.shape[2:]))))
@@ -41,7 +31,6 @@ def flattened(sequence_first, kind=nn.Linear):
 
 
 def transposed():
-    """A block that works on [T, N, D] inside a batch-first model."""
     return Model(
         lambda m, x: m.out(m.b(torch.tanh(m.a(m.into(x).transpose(0, 1)))).transpose(0, 1)),
         into=nn.Linear(3, 4), a=nn.Linear(4, 4), b=nn.Linear(4, 4), out=nn.Linear(4, 2),
@@ -83,7 +72,6 @@ def test_fallback_layers_of_sequence_first_models_are_exact(positions, options):
 
 
 def routed(m, x):
-    """Two experts, each fed the rows that chose it."""
     h = m.r(x).flatten(0, 1)
     first = h[:, 0] > 0
     y = torch.zeros_like(h)
@@ -96,17 +84,6 @@ def experts():
     return Model(routed, r=nn.Linear(3, 3), e0=nn.Linear(3, 3), e1=nn.Linear(3, 3))
 
 
-def pooled():
-    return Model(lambda m, x: m.head(torch.tanh(m.l(x)).mean(1)), l=nn.Linear(3, N),
-                 head=nn.Linear(N, 2))  # fmt: skip
-
-
-def swapped():
-    """Mixes tokens, as in an MLP-mixer: [N, T, D] and [N, D, T], with T = D = N."""
-    return Model(lambda m, x: m.b(torch.tanh(m.a(x.transpose(1, 2))).transpose(1, 2)),
-                 a=nn.Linear(N, N), b=nn.Linear(N, 2))  # fmt: skip
-
-
 UNSAID = {
     "rows n*T+t": (lambda: flattened(False), (N, 5, 3)),
     "rows t*N+n": (lambda: flattened(True), (N, 5, 3)),
@@ -116,9 +93,13 @@ UNSAID = {
     "transposed": (transposed, (N, 5, 3)),
     "transposed, T = N": (transposed, (N, N, 3)),
     "experts": (experts, (N, 5, 3)),
-    "pooled, T = N": (pooled, (N, N, 3)),
-    "tokens mixed, T = D = N": (swapped, (N, N, N)),
-}
+    "pooled, T = N": (
+        lambda: Model(lambda m, x: m.head(torch.tanh(m.l(x)).mean(1)), l=nn.Linear(3, N),
+                      head=nn.Linear(N, 2)), (N, N, 3)),
+    "tokens mixed, T = D = N": (
+        lambda: Model(lambda m, x: m.b(torch.tanh(m.a(x.transpose(1, 2))).transpose(1, 2)),
+                      a=nn.Linear(N, N), b=nn.Linear(N, 2)), (N, N, N)),
+}  # fmt: skip
 
 
 @a_few_modes
@@ -144,8 +125,6 @@ BROADCAST = {
     "one number, then inputs": lambda m, x: m(torch.ones(1, dtype=x.dtype), x),
     "by keyword": lambda m, x: m(p=torch.ones(1, 6, 3, dtype=x.dtype), x=x),
 }
-
-
 RETURNED = {
     "outputs": lambda y: y,
     "outputs, positions first": lambda y: y.transpose(0, 1),
@@ -171,9 +150,7 @@ def test_a_first_tensor_that_is_broadcast_is_not_taken_for_the_batch(call, gives
 
 
 @a_few_modes
-@pytest.mark.parametrize(
-    "size", [N, lambda args, kwargs: args[1]["x"].shape[0]], ids=["said", "computed"]
-)
+@pytest.mark.parametrize("size", [N, lambda args, kwargs: len(args[1]["x"])], ids=["said", "asked"])
 def test_the_batch_size_may_be_said_or_computed(size, options):
     model = Model(lambda m, heat, inputs: m.l(inputs["x"]) / heat, l=nn.Linear(3, 2)).double()
     heat = torch.full((1,), 2.0).double()
@@ -334,10 +311,6 @@ def columns_in_turn(logits, labels):
     return torch.stack([loss, each(logits, labels).mean()]) @ logits.new_tensor([1.0, 2.0])
 
 
-def of_flat_rows(logits, labels):
-    return each(logits.flatten(0, 1), labels.flatten()).view(labels.shape).mean(1).mean()
-
-
 def masked(logits, labels):
     rows = each(logits.mT, labels) * (labels != 0)
     return (rows.sum(1) / (labels != 0).sum(1)).mean()
@@ -347,9 +320,10 @@ LOSSES = {  # of a sample's own classes, or of each of its words
     "focal": (focal, ()),
     "over a count": (lambda o, y: each(o, y).sum() / (y >= 0).sum().clamp(min=1), ()),
     "several in turn": (columns_in_turn, ()),
-    "words in rows": (of_flat_rows, (WORDS,)),
+    "words in rows": (lambda o, y: each(o.flatten(0, 1), y.flatten()).view(y.shape).mean(1).mean(),
+                      (WORDS,)),
     "words, masked": (masked, (WORDS,)),
-}
+}  # fmt: skip
 
 
 @a_few_modes

@@ -12,22 +12,10 @@ from functools import partial
 
 import pytest
 import torch
-from attach_oracle import (
-    ANY,
-    Model,
-    a_few_modes,
-    close,
-    every_mode,
-    exact_step,
-    fallback_mode,
-    fingerprint,
-    loop_model,
-    mlp,
-    native_missing,
-    same_gradients,
-    square,
-    title,
-)
+from attach_models import Model, mlp, square
+from attach_modes import ANY, a_few_modes, every_mode, fallback_mode, native_missing, title
+from attach_oracle import close, fingerprint, loop_model, same_gradients
+from attach_steps import exact_step
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -136,13 +124,12 @@ def test_a_copy_of_an_attached_model_is_unattached_and_runs_its_own_weights(how,
 
 def activations(model, run):
     """Weak references to every layer's output storage during run(), and what run() returned."""
-    references, handles = [], []
-    for layer in model:
-        handles.append(
-            layer.register_forward_hook(
-                lambda m, args, out: references.append(StorageWeakRef(out.untyped_storage()))
-            )
-        )
+    references = []
+
+    def note(layer, args, out):
+        references.append(StorageWeakRef(out.untyped_storage()))
+
+    handles = [layer.register_forward_hook(note) for layer in model]
     kept = run()
     for handle in handles:
         handle.remove()
@@ -168,22 +155,17 @@ def test_no_activation_outlives_backward_though_the_loss_does(options):
 
 
 @a_few_modes
-def test_a_first_pass_leaves_nothing_to_the_garbage_collector(options):
+def test_a_first_pass_leaves_nothing_to_the_garbage_collector(no_collector, options):
     """Or its graph, and the outputs, would live until the collector runs."""
     model, x = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(N, 3)
-    gc.collect()
-    gc.disable()
-    try:
-        with torchgradx.attach(model, **options) as probe:
-            output = model(x)
-            kept = output.grad_fn.metadata["marker"] = nn.Identity()
-            left = weakref.ref(kept)
-            output.square().sum(1).mean().backward()
-            probe.norms()
-            del output, kept
-            assert left() is None
-    finally:
-        gc.enable()
+    with torchgradx.attach(model, **options) as probe:
+        output = model(x)
+        kept = output.grad_fn.metadata["marker"] = nn.Identity()
+        left = weakref.ref(kept)
+        output.square().sum(1).mean().backward()
+        probe.norms()
+        del output, kept
+        assert left() is None
 
 
 @pytest.mark.parametrize("options", [*ANY, {"backend": "vmap"}], ids=title)

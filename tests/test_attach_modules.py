@@ -2,23 +2,15 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    close,
-    close_named,
-    exact_or_refused,
-    exact_steps,
-    loop_model,
-    refusal,
-    refused,
-    square,
-)
+from attach_models import Model, rms_norm, square
+from attach_modes import a_few_modes
+from attach_oracle import check, close, close_named, loop_model
+from attach_steps import exact_or_refused, exact_steps, refusal, refused
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
@@ -54,16 +46,11 @@ def under_its_masks(model, losses, *batch, seed=7):
     return dict(zip(live, torch.stack(rows).unbind(1), strict=True))
 
 
-def squares(model, x):
-    """[N]: what `square` is the mean of."""
-    return model(x).square().flatten(1).sum(1)
-
-
 @a_few_modes
 @pytest.mark.parametrize("block", DROPPING)
 def test_active_dropout_gives_the_gradient_under_the_masks_of_that_forward(block, options):
     model, x = DROPPING[block]().double(), torch.randn(N, 5, 3).double()
-    want = under_its_masks(model, squares, x)
+    want = under_its_masks(model, lambda m, x: m(x).square().flatten(1).sum(1), x)
     torch.manual_seed(7)
     plain = square(model, x)
     with torchgradx.attach(model, **options) as probe:
@@ -93,13 +80,8 @@ def test_what_frequencies_of_the_batch_divide_is_refused_where_it_is_replayed(fu
     refused(model, square, ids, names={"weight"}, match=match, **options)
 
 
-class Held:
-    def __init__(self, logits):
-        self.logits = logits
-
-
 UNSEEN = {  # what a forward gives, and its logits
-    "an object": (Held, lambda m, out: out.logits),
+    "an object": (lambda logits: SimpleNamespace(logits=logits), lambda m, out: out.logits),
     "nothing": (lambda logits: None, lambda m, out: m.logits),
 }
 
@@ -125,8 +107,6 @@ def test_outputs_that_are_not_seen_are_exact_or_refused(name, own, options):
 
 
 D = 4
-
-
 EMPTY = {
     "attention": lambda: Model(lambda m, x: m.a(x, x, x)[0],
                                a=nn.MultiheadAttention(D, 2, batch_first=True)),
@@ -160,36 +140,15 @@ def test_no_samples_among_others(name, sizes, options):
 T, C = 5, 6
 
 
-class RMSNorm(nn.Module):
-    """As transformers has it."""
-
-    def __init__(self, offset=0):
-        super().__init__()
-        self.weight, self.offset = nn.Parameter(torch.randn(C)), offset
-
-    def forward(self, x):
-        dtype = x.dtype
-        wide = x.to(torch.promote_types(dtype, torch.float32))
-        normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
-        weight = self.weight + self.offset if self.offset else self.weight
-        return weight * normalised.to(dtype)
-
-
 def layer_scale(*shape):
     return Model(lambda m, x: x * m.gamma, gamma=torch.randn(shape))
 
 
-class ResponseNorm(nn.Module):
+def response_norm(m, x):
     """ConvNeXt V2's."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(C)), nn.Parameter(torch.randn(C))
-
-    def forward(self, x):
-        size = x.norm(dim=(2, 3), keepdim=True)
-        weight, bias = (p.view(1, -1, 1, 1) for p in (self.weight, self.bias))
-        return x + torch.addcmul(bias, weight, x * size / (size.mean(1, keepdim=True) + 1e-6))
+    size = x.norm(dim=(2, 3), keepdim=True)
+    weight, bias = (p.view(1, -1, 1, 1) for p in (m.weight, m.bias))
+    return x + torch.addcmul(bias, weight, x * size / (size.mean(1, keepdim=True) + 1e-6))
 
 
 def around(middle, layer):
@@ -201,16 +160,18 @@ def of_rows(middle):
     return around(middle, nn.Linear), torch.randn(N, T, 3)
 
 
-def images(middle):  # with a dimension as long as the channels
+def grn():
+    """With a dimension as long as the channels."""
+    middle = Model(response_norm, weight=torch.randn(C), bias=torch.randn(C))
     return around(middle, partial(nn.Conv2d, kernel_size=1)), torch.randn(N, 3, 5, C)
 
 
 MODELS = {
-    "RMSNorm": lambda: of_rows(RMSNorm()),
-    "1 + w": lambda: of_rows(RMSNorm(1)),
+    "RMSNorm": lambda: of_rows(rms_norm(C)),
+    "1 + w": lambda: of_rows(rms_norm(C, lambda weight: weight + 1)),
     "LayerScale": lambda: of_rows(layer_scale(C)),
     "one number": lambda: of_rows(layer_scale()),
-    "GRN": lambda: images(ResponseNorm()),
+    "GRN": grn,
 }
 each_model = pytest.mark.parametrize("name", MODELS)
 

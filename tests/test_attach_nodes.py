@@ -6,19 +6,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    ANY,
-    Model,
-    a_few_modes,
-    close_named,
-    exact_steps,
-    loop,
-    native_missing,
-    refusal,
-    square,
-    title,
-    under_autocast,
-)
+from attach_models import Model, identity, square, under_autocast
+from attach_modes import ANY, a_few_modes, native_missing, title
+from attach_oracle import close_named, loop
+from attach_steps import exact_step, exact_steps, refusal
 from clip_oracle import check_clip
 from torch import nn
 
@@ -55,33 +46,18 @@ def residuals(channels):
         norm.act = nn.Identity()
     stem = nn.Sequential(nn.Conv2d(3, channels, 1), Norm(channels).eval())
     gate = nn.Conv2d(channels, channels, 1)
-    parts = {
-        "stem": stem,
-        "gate": gate,
-        "convs": convs,
-        "norms": norms,
-        "head": nn.Linear(channels, 2),
-    }
-    return Model(residual, **parts), torch.randn(N, 3, 5, 5)
+    head = nn.Linear(channels, 2)
+    model = Model(residual, stem=stem, gate=gate, convs=convs, norms=norms, head=head)
+    return model, torch.randn(N, 3, 5, 5)
 
 
-class Windows(nn.Module):
+def windows(m, x):
     """As SwinV2's attention: its qkv is read, and its scale is the module's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(6, 18, bias=False), nn.Linear(6, 6)
-        self.q_bias, self.v_bias = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
-        self.scale = nn.Parameter(torch.randn(3, 1, 1))
-
-    def forward(self, x):
-        bias = torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias])
-        qkv = F.linear(x, self.qkv.weight, bias)
-        q, k, v = qkv.view(*x.shape[:2], 3, 3, 2).permute(2, 0, 3, 1, 4).unbind(0)
-        weights = (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * self.scale.exp()).softmax(
-            -1
-        )
-        return self.proj((weights @ v).transpose(1, 2).flatten(2))
+    bias = torch.cat([m.q_bias, torch.zeros_like(m.q_bias), m.v_bias])
+    qkv = F.linear(x, m.qkv.weight, bias)
+    q, k, v = qkv.view(*x.shape[:2], 3, 3, 2).permute(2, 0, 3, 1, 4).unbind(0)
+    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * m.scale.exp()
+    return m.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
 def windowed(m, x):
@@ -93,8 +69,10 @@ def windowed(m, x):
 def attention():
     norm = nn.LayerNorm(6)
     nn.init.zeros_(norm.weight)
-    parts = {"first": nn.Linear(3, 6), "windows": Windows(), "norm": norm, "last": nn.Linear(6, 2)}
-    return Model(windowed, **parts), torch.randn(N, 4 * N, 3)
+    first, qkv, proj = nn.Linear(3, 6), nn.Linear(6, 18, bias=False), nn.Linear(6, 6)
+    own = {"q_bias": torch.randn(6), "v_bias": torch.randn(6), "scale": torch.randn(3, 1, 1)}
+    parts = {"windows": Model(windows, qkv=qkv, proj=proj, **own), "last": nn.Linear(6, 2)}
+    return Model(windowed, first=first, norm=norm, **parts), torch.randn(N, 4 * N, 3)
 
 
 MODELS = {
@@ -113,9 +91,7 @@ def test_branches_that_begin_as_zeros(name, moves, options):
     probe = torchgradx.attach(model, **options)
     for _ in range(4):
         twin = copy.deepcopy(model)
-        model.zero_grad()
-        square(model, x).backward()
-        close_named(probe.norms(per="parameter"), loop(twin, square, x))
+        exact_step(probe, model, x)
         square(twin, x).backward()
         if moves:
             with torch.no_grad():
@@ -168,23 +144,14 @@ def test_an_embedding_of_the_users_is_looked_up_as_a_stock_one(tied, padding, op
         check_clip(model, square, batches[0])
 
 
-class Stop(torch.autograd.Function):
-    """Lets no gradient through: what is below receives none at all."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None
+stop = identity(lambda grad: None)  # what is below receives no gradient at all
 
 
 @a_few_modes
 def test_a_node_that_receives_no_gradient_counts_as_zeros(options):
     def forward(m, x):
         h = m.i(x)
-        return m.o(torch.tanh(m.r(h)) + Stop.apply(m.s(h)))
+        return m.o(torch.tanh(m.r(h)) + stop(m.s(h)))
 
     parts = {key: Model(lambda m, x: x * m.w, w=torch.randn(C)) for key in "sr"}
     model = Model(forward, i=nn.Linear(3, C), o=nn.Linear(C, 2), **parts).double()
@@ -223,8 +190,6 @@ def keeping():
 
 
 def hooked(change):
-    """The loss, and a hook on what is kept."""
-
     def loss(model, x):
         value = square(model, x)
         model.kept.register_hook(change)
@@ -278,8 +243,7 @@ def test_recurrent_layers_run_once_under_autocast(kind, batch_first, options):
                 x = torch.randn(N, T, 3)
                 want = loop(model, loss, x, dtype=torch.float32)
                 calls.clear()
-                loss(model, x).backward()
-                close_named(probe.norms(per="parameter"), want, 3e-2)
+                exact_step(probe, model, x, loss=loss, rtol=3e-2, want=want)
                 assert len(calls) == isinstance(recurrent, Counted)
             assert "replay" not in probe.explain() or native_missing()
 

@@ -5,19 +5,10 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    close_named,
-    every_mode,
-    exact_or_refused,
-    loop,
-    refusal,
-    refused,
-    square,
-    title,
-)
+from attach_models import Model, square
+from attach_modes import a_few_modes, every_mode, title
+from attach_oracle import check, close_named, loop
+from attach_steps import exact_or_refused, refusal, refused
 from clip_oracle import check_clip
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -134,18 +125,12 @@ def states_as_rows(m, x):
     return m.o(y.sum(1)) + m.p(h.reshape(len(x), -1))
 
 
-def second_of_another(m, x):
-    a, b = m.t(x)
-    return a + b.roll(1, 0)
-
-
-def second_transposed(m, x):
-    a, b = m.t(x)
-    return a + b.transpose(0, 1)
-
-
 def two():
     return Model(lambda m, x: (x * m.w, torch.tanh(x * m.w)), w=torch.randn(3))
+
+
+def taking(take, module):
+    return Model(lambda m, x: take(*m.t(x)), t=module)
 
 
 def chained():
@@ -168,13 +153,6 @@ CHAINED = {
     "one twice": lambda a, b, c, d: b * d,
     "what is detached": lambda a, b, c, d: c * a.detach(),
 }
-
-
-def weights_of_another(m, x):
-    y, w = m.a(x, x, x)
-    return y.sum(1) + w.roll(1, 0).square().sum((1, 2))[:, None]
-
-
 MIXED = {
     "cells of an LSTM": (
         lambda: Model(lstm_cells_of_another, r=nn.LSTM(3, 5, batch_first=True),
@@ -182,14 +160,15 @@ MIXED = {
     "states of layers": (
         lambda: Model(states_as_rows, r=nn.GRU(3, 4, 2, batch_first=True),
                       o=nn.Linear(4, 2), p=nn.Linear(8, 2)), (N, T, 3), "r.weight_hh_l1"),
-    "a second output": (lambda: Model(second_of_another, t=two()), (N, 3), "t.w"),
+    "a second output": (lambda: taking(lambda a, b: a + b.roll(1, 0), two()), (N, 3), "t.w"),
     "an output made from another": (
         lambda: Model(lambda m, x: m.t(x)[0].roll(1, 0) + m.t(x)[1], t=chained()), (N, 3), "t.w"),
     "an output of another layout": (
-        lambda: Model(second_transposed, t=two()), (N, N, 3), "t.w"),
+        lambda: taking(lambda a, b: a + b.transpose(0, 1), two()), (N, N, 3), "t.w"),
     "attention's weights": (
-        lambda: Model(weights_of_another, a=nn.MultiheadAttention(4, 2, batch_first=True)),
-        (N, T, 4), "a.in_proj_weight"),
+        lambda: taking(lambda y, w: y.sum(1) + w.roll(1, 0).square().sum((1, 2))[:, None], Model(
+            lambda m, x: m.a(x, x, x), a=nn.MultiheadAttention(4, 2, batch_first=True))),
+        (N, T, 4), "t.a.in_proj_weight"),
 }  # fmt: skip
 
 
@@ -200,15 +179,11 @@ def test_samples_that_mix_by_one_of_several_outputs_are_refused(name, options):
     refused(make(), square, torch.randn(shape), names=[parameter], match="samples", **options)
 
 
-def by_sequence(m, x):
-    x = x.transpose(0, 1)
-    y, w = m.a(x, x, x)
-    return y.sum(0) + w.square().sum((1, 2))[:, None]
-
-
 EXACT = {
     "sequences of N with their weights": (
-        lambda: Model(by_sequence, a=nn.MultiheadAttention(4, 2)), (N, N, 4)),
+        lambda: taking(lambda y, w: y.sum(0) + w.square().sum((1, 2))[:, None], Model(
+            lambda m, x: m.a(*[x.transpose(0, 1)] * 3), a=nn.MultiheadAttention(4, 2))),
+        (N, N, 4)),
     "states alone, both ways, of N units": (
         lambda: Model(lambda m, x: m.r(x)[1][0].transpose(0, 1),
                       r=nn.LSTM(3, N, 2, batch_first=True, bidirectional=True)), (N, N, 3)),
@@ -226,7 +201,6 @@ def test_outputs_with_the_samples_where_they_should_be_are_exact(name, options):
 @a_few_modes
 @pytest.mark.parametrize("use", CHAINED)
 def test_outputs_that_others_are_made_from_are_exact(use, dtype, options):
-    """What arrives there came through those others too."""
     model = Model(lambda m, x: CHAINED[use](*m.t(m.i(x))), t=chained(), i=nn.Linear(3, 3))
     check(model, square, torch.randn(N, 3), dtype=dtype, check="samples", **options)
 

@@ -5,20 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from attach_oracle import (
-    DEVICE,
-    Model,
-    a_few_modes,
-    check,
-    close_named,
-    loop,
-    loop_model,
-    mlp,
-    refusal,
-    same_gradients,
-    square,
-    under_autocast,
-)
+from attach_models import DEVICE, Model, mlp, square, under_autocast
+from attach_modes import a_few_modes
+from attach_oracle import check, close_named, loop, loop_model
+from attach_steps import exact_step, refusal
 from recurrent_models import computes_halves
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -32,12 +22,7 @@ N = 4
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
-def twice(m, x):
-    return m.out(torch.tanh(m.l(torch.tanh(m.l(x)))))
-
-
 def inside_and_outside(m, x):
-    """A layer used under autocast and beside it."""
     hidden = torch.tanh(m.l(x))
     with torch.autocast(x.device.type, enabled=False):
         hidden = m.l(hidden.float())
@@ -57,7 +42,8 @@ def block():
 
 
 MODELS = {
-    "a layer used twice": (shared(twice), (N, 8)),
+    "a layer used twice": (
+        shared(lambda m, x: m.out(torch.tanh(m.l(torch.tanh(m.l(x)))))), (N, 8)),
     "under autocast and beside it": (shared(inside_and_outside), (N, 5, 8)),
     "recurrent": (shared(lambda m, x: m.out(m.g(m.l(x))[0]),
                          g=nn.GRU(8, 8, batch_first=True)), (N, 5, 8)),
@@ -68,8 +54,6 @@ MODELS = {
     "checkpointed": (shared(checkpointed(False), block=block()), (N, 8)),
     "checkpointed reentrantly": (shared(checkpointed(True), block=block()), (N, 8)),
 }  # fmt: skip
-
-
 WIDENED = ("layer_norm", "native_layer_norm", "group_norm", "_softmax", "tanh")
 
 
@@ -95,13 +79,9 @@ def normalisations(request):
 @a_few_modes
 @halves
 @pytest.mark.parametrize("name", MODELS)
-def test_autocast_is_exact_within_its_rounding_however_layers_are_used(
-    name, dtype, options, normalisations
-):
+def test_autocast_is_exact_within_its_rounding(name, dtype, options, normalisations):
     make, shape = MODELS[name]
-    net, x = make(), torch.randn(shape)
-
-    under = under_autocast(dtype)
+    net, x, under = make(), torch.randn(shape), under_autocast(dtype)
     want = loop(net, under, x, dtype=torch.float32)
     # two dozen roundings to half on a sample's way, which differ between one sample and a batch
     rtol = 24 * torch.finfo(dtype).eps
@@ -206,18 +186,11 @@ def test_an_algorithm_is_chosen_by_the_dtype_that_is_multiplied(enabled, itemsiz
 def test_an_lstm_under_autocast_goes_through_time(more, options):
     rnn = nn.LSTM(48, 80, batch_first=True, **more)
     model, x = Model(lambda m, x: m.r(x)[0], r=rnn), torch.randn(5, 20, 48)
-    twin = copy.deepcopy(model)
-    under = under_autocast()
-    want = loop(twin, under, x)
+    twin, under, rtol = copy.deepcopy(model), under_autocast(), 24 * torch.finfo(torch.bfloat16).eps
+    want, stepped = loop(twin, under, x), twin if options.get("weight_grad", True) else None
     with torchgradx.attach(model, **options) as probe:
         for _ in range(2):
-            for m in (model, twin):
-                m.zero_grad()
-                under(m, x).backward()
-            rtol = 24 * torch.finfo(torch.bfloat16).eps
-            close_named(probe.norms(per="parameter"), want, rtol)
+            exact_step(probe, model, x, loss=under, rtol=rtol, want=want, twin=stepped)
         assert "run again" not in probe.explain().partition("\n")[0]
-        if options.get("weight_grad", True):
-            same_gradients(model, twin, rtol)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(model(x), twin(x))

@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close
+from attach_models import Model
+from attach_oracle import close
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,9 +35,8 @@ class Net(nn.Module):
             self.head.weight = self.table.weight
         self.order = [rng.choice(list(BLOCKS)) for _ in range(rng.randint(1, 4))]
         self.ending = rng.choice(list(ENDINGS))
-        self.checkpoints = rng.choice(
-            [None, None, {"use_reentrant": True}, {"use_reentrant": False}]
-        )
+        kinds = [None, None, {"use_reentrant": True}, {"use_reentrant": False}]
+        self.checkpoints = rng.choice(kinds)
 
     def body(self, x):
         for name in self.order:
@@ -50,7 +50,6 @@ class Net(nn.Module):
 
 
 def outputs(m, x):
-    """The second is made from the first, and both from its parameters."""
     first = torch.tanh(x * m.w + m.v)
     return first, first.sin() * m.w
 
@@ -198,20 +197,11 @@ def backward_that_fails(s):
         (s.forward(s.ids()) + other).backward()
 
 
-def no_backward(s):
-    s.forward(s.ids())
-
-
 def paused(s):
     with s.probe.paused():
         loss = losses(s.model(s.ids())).mean()
     if s.rng.random() < 0.7:
         loss.backward()
-
-
-def without_grad(s):
-    with torch.no_grad():
-        s.model(s.ids())
 
 
 def reset(s):
@@ -221,7 +211,8 @@ def reset(s):
 
 EVENTS = [step] * 4 + [
     input_filled_again, two_in_flight, one_backward_of_two, same_samples, backward_twice,
-    backward_that_fails, no_backward, paused, without_grad, reset,
+    backward_that_fails, lambda s: s.forward(s.ids()), paused,
+    torch.no_grad()(lambda s: s.model(s.ids())), reset,
 ]  # fmt: skip
 
 

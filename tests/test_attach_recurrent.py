@@ -5,42 +5,14 @@ import copy
 from platform import machine
 
 import pytest
+import recurrent_models as recurrent
 import torch
-from attach_oracle import (
-    ANY,
-    NATIVE,
-    VMAP,
-    Model,
-    a_few_modes,
-    check,
-    close_named,
-    each_of,
-    every_mode,
-    exact_step,
-    exact_steps,
-    fallback_mode,
-    loop,
-    refused,
-    same_gradients,
-    square,
-    tolerance,
-)
+from attach_models import Model, square
+from attach_modes import ANY, NATIVE, VMAP, a_few_modes, each_of, every_mode, fallback_mode
+from attach_oracle import check, tolerance
+from attach_steps import exact_step, exact_steps, refused
 from clip_oracle import check_clip
-from recurrent_models import (
-    CELLS,
-    KINDS,
-    OPTIONS,
-    H,
-    I,
-    N,
-    T,
-    computes_halves,
-    every_kind,
-    every_option,
-    made,
-    net,
-    states_of,
-)
+from recurrent_models import KINDS, OPTIONS, H, I, N, T, every_kind, every_option, made, net
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -93,12 +65,11 @@ def test_every_option_by_the_operators_of_a_gpu(kind, option):
 def test_first_states_and_their_gradients(kind, option, options):
     rnn = made(kind, option)
     rows = rnn.num_layers * (1 + rnn.bidirectional)
-    first = [torch.randn(N, rows, rnn.proj_size or H)]
+    h = [torch.randn(N, rows, rnn.proj_size or H)]
     if kind == "lstm":
-        first.append(torch.randn(N, rows, H))
+        h.append(torch.randn(N, rows, H))
     for dtype in (torch.float64, torch.float32):
-        check(net(rnn), square, torch.randn(N, T, I), *first, dtype=dtype, input_grad=True,
-              **options)  # fmt: skip
+        check(net(rnn), square, torch.randn(N, T, I), *h, dtype=dtype, input_grad=True, **options)
 
 
 @pytest.mark.grid(pairs=False)
@@ -106,10 +77,7 @@ def test_first_states_and_their_gradients(kind, option, options):
 @pytest.mark.parametrize("option", ["both ways", "projected"])
 @every_kind
 def test_threads_that_share_the_rows(kind, option):
-    if option == "projected" and kind != "lstm":
-        pytest.skip("only an LSTM projects")
-    rnn = KINDS[kind](I, 33, **OPTIONS[option])
-    x = torch.randn(18, 61, I)
+    rnn, x = made(kind, option, 33), torch.randn(18, 61, I)
     torch.set_num_threads(2)
     check(net(rnn), square, x, input_grad=True)
     model, found = net(rnn).float(), []
@@ -153,7 +121,7 @@ def test_what_two_weights_share_of_the_gates_gradients(kind, steps, frozen, dtyp
     rnn = KINDS[kind](48, 80)
     for name in FROZEN[frozen]:
         rnn.get_parameter(name).requires_grad_(False)
-    model = Model(lambda m, x: states_of(m.r(x.transpose(0, 1)))[1], r=rnn)
+    model = Model(lambda m, x: recurrent.states_of(m.r(x.transpose(0, 1)))[1], r=rnn)
     x = torch.randn(N, steps, 48)
     check(model, square, x, dtype=dtype, input_grad=True, **options)
 
@@ -191,9 +159,9 @@ def unrolled(cell, steps=3):
 @dtypes
 @fallback_mode
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize("kind", recurrent.CELLS)
 def test_a_cell_unrolled_in_time_is_exact(kind, bias, options, dtype):
-    cell = CELLS[kind](I, H) if kind == "rnn relu" else CELLS[kind](I, H, bias)
+    cell = recurrent.CELLS[kind](I, H) if kind == "rnn relu" else recurrent.CELLS[kind](I, H, bias)
     for steps in (1, 3):
         rtol = 0.05 if dtype == torch.bfloat16 else None
         x = torch.randn(N, 3, I)
@@ -234,7 +202,8 @@ def packed_net(rnn, enforce_sorted=False):
             hx = (h, 2 * h) if isinstance(m.r, nn.LSTM) else h
         out = m.r(packed, hx)
         assert isinstance(out[0], PackedSequence)
-        y, last = states_of((pad_packed_sequence(out[0], True, total_length=x.shape[1])[0], out[1]))
+        rows, _ = pad_packed_sequence(out[0], True, total_length=x.shape[1])
+        y, last = recurrent.states_of((rows, out[1]))
         return torch.cat([y.flatten(1), 2 * last], 1)
 
     return Model(forward, i=nn.Linear(I, I), r=rnn)
@@ -318,12 +287,12 @@ def test_checkpointed(kind, reentrant, options):
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="replayed without the extension")
-@pytest.mark.parametrize("kind", [*KINDS, *(f"{kind} cell" for kind in CELLS)])
+@pytest.mark.parametrize("kind", [*KINDS, *(f"{kind} cell" for kind in recurrent.CELLS)])
 def test_with_gradients_of_the_framework_a_module_runs_once_more_and_not_for_each_sample(kind):
     if kind in KINDS:
         layer, x = KINDS[kind](I, H, num_layers=2, batch_first=True), torch.randn(N, T, I)
     else:
-        layer, x = CELLS[kind.removesuffix(" cell")](I, H), torch.randn(N, I)
+        layer, x = recurrent.CELLS[kind.removesuffix(" cell")](I, H), torch.randn(N, I)
     several = kind in KINDS or kind == "lstm cell"
     model = Model(lambda m, x: m.r(x)[0] if several else m.r(x), r=layer)
     with torchgradx.attach(model, fused=False) as probe:
@@ -333,7 +302,7 @@ def test_with_gradients_of_the_framework_a_module_runs_once_more_and_not_for_eac
     assert "through time: the framework's gradients stay" in text
     assert "replay" not in text
     assert "vmap" not in text
-    if kind == "lstm" and not computes_halves():
+    if kind == "lstm" and not recurrent.computes_halves():
         return
     with torchgradx.attach(model, fused=False) as probe, torch.autocast("cpu", torch.bfloat16):
         square(model, x).backward()
@@ -344,19 +313,12 @@ def test_with_gradients_of_the_framework_a_module_runs_once_more_and_not_for_eac
 @native_mode
 @every_way
 def test_every_step_is_exact(make, options):
-    model = make()
-    twin = copy.deepcopy(model)
+    model, exactly = make(), options.get("fused") is False
+    twin = copy.deepcopy(model) if options.get("weight_grad", True) else None
     with torchgradx.attach(model, **options) as probe:
         for samples, steps in zip([N, N, N + 1, N, N], [STEPS, STEPS, STEPS, 1, 2], strict=True):
-            x = torch.randn(samples, steps, WIDE)
-            for m in (model, twin):
-                m.zero_grad()
-                square(m, x).backward()
-            rtol = tolerance(model, torch.float32)
-            close_named(probe.norms(per="parameter"), loop(model, square, x), rtol)
-            if options.get("weight_grad", True):
-                exactly = options.get("fused") is False
-                same_gradients(model, twin, None if exactly else rtol)
+            x, rtol = torch.randn(samples, steps, WIDE), tolerance(model, torch.float32)
+            exact_step(probe, model, x, rtol=rtol, twin=twin, exactly=exactly)
 
 
 @served
@@ -367,7 +329,7 @@ def test_what_else_a_step_is_asked_for(make):
 
 @served
 @pytest.mark.parametrize(
-    "write", [torch.relu_, lambda y: y.detach().zero_() + y], ids=["y", "alias"]
+    "write", [torch.relu_, lambda y: y.detach().zero_() + y], ids=["", "alias"]
 )
 def test_what_a_loss_writes_over_the_states_is_noticed_as_without_a_probe(write):
     model = Model(lambda m, x: write(m.r(x)[0]), r=nn.LSTM(WIDE, STATES, batch_first=True))

@@ -5,24 +5,15 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    close,
-    close_named,
-    every_mode,
+from attach_models import Model, mlp, penalised, square
+from attach_modes import a_few_modes, every_mode, fallback_mode
+from attach_oracle import close, close_named, loop, loop_model, same_gradients
+from attach_steps import (
     exact_or_refused,
     exact_step,
-    fallback_mode,
-    loop,
-    loop_model,
-    mlp,
-    penalised,
     read_or_refused,
     refusal,
     refused,
-    same_gradients,
-    square,
     step_or_refused,
 )
 from torch import nn
@@ -90,21 +81,16 @@ def test_a_backward_that_creates_a_graph_is_exact_or_refused(options):
 
 
 D = 6
-
-
-def odd():
-    """No kernel has it."""
-    return Model(lambda m, x: torch.sin(x * m.w), w=torch.randn(2 * D))
-
-
-def attending(m, x):
-    return m.a(*[x.view(len(x), 2, D)] * 3)[0].flatten(1)
-
-
 PARTS = {  # of x [N, 2 D]
     "linear": lambda: nn.Sequential(nn.Linear(2 * D, D), nn.Linear(D, 2 * D)),
-    "attention": lambda: Model(attending, a=nn.MultiheadAttention(D, 2, batch_first=True)),
-    "no kernel": lambda: nn.Sequential(nn.Linear(2 * D, 2 * D), odd()),
+    "attention": lambda: Model(lambda m, x: m.a(*[x.view(len(x), 2, D)] * 3)[0].flatten(1),
+                               a=nn.MultiheadAttention(D, 2, batch_first=True)),
+    "no kernel": lambda: nn.Sequential(
+        nn.Linear(2 * D, 2 * D), Model(lambda m, x: torch.sin(x * m.w), w=torch.randn(2 * D))),
+}  # fmt: skip
+ASTRAY = {
+    "a part": lambda model, x: square(model.body, x),
+    "by forward": lambda model, x: square(model.forward, x),
 }
 parts = pytest.mark.parametrize("part", PARTS)
 
@@ -117,20 +103,12 @@ def with_part(part, options):
     return model.double(), torch.randn(N, 2 * D).double()
 
 
-def alone(model, x):
-    return model.body(x).square().sum(1).mean()
-
-
-def by_forward(model, x):
-    return model.forward(x).square().sum(1).mean()
-
-
 @every_mode
 @parts
 @pytest.mark.parametrize("read", ["at first", "after a read"])
-@pytest.mark.parametrize("astray", [alone, by_forward])
-def test_is_refused_and_then_forgotten(part, astray, read, options):
-    model, x = with_part(part, options)
+@pytest.mark.parametrize("way", ASTRAY)
+def test_is_refused_and_then_forgotten(part, way, read, options):
+    (model, x), astray = with_part(part, options), ASTRAY[way]
     want, twin = loop_model(model, square, x), copy.deepcopy(model)
     with torchgradx.attach(model, **options) as probe:
         if read == "after a read":
@@ -139,7 +117,7 @@ def test_is_refused_and_then_forgotten(part, astray, read, options):
         model.zero_grad()
         astray(model, 2 * x).backward()
         error = refusal(probe, "outside of the model's own")
-        concerned = dict(model.named_parameters() if astray is by_forward else
+        concerned = dict(model.named_parameters() if way == "by forward" else
                          model.body.named_parameters(prefix="body"))  # fmt: skip
         assert set(error.parameters) == set(concerned)
         astray(twin, 2 * x).backward()
@@ -262,8 +240,6 @@ def test_a_lazy_model_is_told_to_run_first():
 
 @a_few_modes
 def test_an_output_that_was_left_out_is_proven_when_it_is_there(options):
-    """It is computed each time."""
-
     def forward(m, x):
         h = torch.tanh(m.i(x))
         apart, out = h - h.mean(0), m.b(h)

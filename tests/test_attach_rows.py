@@ -5,20 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    ANY,
-    Model,
-    a_few_modes,
-    close_named,
-    each_of,
-    exact_step,
-    exact_steps,
-    need_native,
-    read_or_refused,
-    refusal,
-    square,
-    step_or_refused,
-)
+from attach_models import Model, square
+from attach_modes import ANY, a_few_modes, each_of, need_native
+from attach_oracle import close_named
+from attach_steps import exact_step, exact_steps, read_or_refused, refusal, step_or_refused
 from segment_models import WORDS, Experts
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -88,8 +78,6 @@ ROUTES = {
     "unbound": in_turn(lambda h: h.unbind(0)),
     "into a view": into_a_view,
 }
-
-
 # In a reentrant checkpoint these are taken as they come: sizes leave no doubt (docs/limits.md).
 HIDDEN = {"unbound"}
 
@@ -115,10 +103,6 @@ def routed(name, reentrant):
     return Model(forward, **layers).double()
 
 
-def loss(model, x, m):
-    return model(x, m).square().sum((1, 2)).mean()
-
-
 def rows():
     return torch.randn(N, T, 3, dtype=torch.float64)
 
@@ -128,21 +112,20 @@ def rows():
     ("name", "reentrant"),
     [(name, way) for name in ROUTES for way in (None, False, True) if not (way and name in HIDDEN)],
 )
-def test_batches_of_the_same_sizes_that_choose_otherwise_are_exact_or_refused(
+def test_batches_of_equal_sizes_that_choose_otherwise_are_exact_or_refused(
     name, reentrant, options
 ):
     model = routed(name, reentrant)
     exact = 0
     with torchgradx.attach(model, **options) as probe:
         for m in (ALIKE, OTHERS[0], ALIKE, ALIKE, *OTHERS, ALIKE):
-            refusal = step_or_refused(probe, model, rows(), m, loss=loss, words="b.weight")
+            refusal = step_or_refused(probe, model, rows(), m, words="b.weight")
             exact += refusal is None
             assert refusal is None or reentrant or m is not ALIKE or name == "packed", refusal
     assert exact == 0 if reentrant else exact >= 4
 
 
 def owned(k):
-    """[N, rows]: ones where a row is a sample's."""
     return F.one_hot(torch.arange(len(k)).repeat_interleave(k), len(k)).T.double()
 
 
@@ -205,19 +188,15 @@ def test_segments_of_other_lengths_are_looked_at_anew(way, shape, options):
 
 
 # Rows that a batch's own values send to experts
-
 SHAPES = [(4, 6), (4, 6), (4, 4), (3, 5), (1, 7), (4, 6)]  # N = T among them
 any_mode = each_of(ANY)
-
-
-def next_words(model, x):
-    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
 
 @any_mode
 @pytest.mark.parametrize("way", ["index_add", "put", "mask", "positions"])
 def test_experts_that_are_given_the_rows_of_their_tokens(way, options):
     batches = [torch.randint(0, WORDS, shape) for shape in SHAPES]
+    next_words = lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.flatten())  # noqa: E731
     exact_steps(Experts(way).double(), *batches, loss=next_words, **options)
 
 
@@ -270,7 +249,6 @@ def exchanging(way):
 
 
 def exchanged(model, probe, mixes):
-    """A step that is exact, or refused where samples mix."""
     x = torch.randn(4, 3).double()
     if not mixes:
         exact_step(probe, model, x)

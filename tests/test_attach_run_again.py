@@ -6,7 +6,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from attach_oracle import close_named, fallback_mode, joined, loop, read_or_refused, refusal, square
+from attach_models import Model, square
+from attach_modes import fallback_mode
+from attach_oracle import close_named, joined, loop
+from attach_steps import read_or_refused, refusal
 from clip_oracle import bounded, gradients, is_sum, norms_of, weighted
 from torch import nn
 
@@ -36,10 +39,6 @@ def in_a_tensor(kept, y):
     return y * kept
 
 
-def drawn(kept, y):
-    return y * torch.rand(4, generator=kept).to(y)
-
-
 def by_rows(model, x):
     """The norms of each sample's part in the loss of all, which what is kept may depend on."""
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -52,8 +51,9 @@ def by_rows(model, x):
 MEMORIES = {
     "a dict": (in_a_dict, dict),
     "a tensor": (in_a_tensor, lambda: torch.zeros(())),
-    "a generator": (drawn, lambda: torch.Generator().manual_seed(0)),
-}
+    "a generator": (lambda kept, y: y * torch.rand(4, generator=kept).to(y),
+                    lambda: torch.Generator().manual_seed(0)),
+}  # fmt: skip
 
 
 @fallback_mode
@@ -104,21 +104,16 @@ def test_what_is_clipped_had_the_forwards_state(options):
     is_sum(model, {name: g / N for name, g in clipped.items()})
 
 
-class Sometimes(nn.Module):
+def sometimes(draw):
     """Stochastic depth, by a number that torch does not draw."""
-
-    def __init__(self, draw):
-        super().__init__()
-        self.draw, self.scale = draw, nn.Parameter(torch.randn(4))
-
-    def forward(self, x):
-        return x + torch.sinh(x * self.scale) if self.draw() < 0.5 else x
+    return Model(lambda m, x: x + torch.sinh(x * m.scale) if draw() < 0.5 else x,
+                 scale=torch.randn(4))  # fmt: skip
 
 
 @fallback_mode
 @pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["Python", "NumPy"])
 def test_paths_that_others_numbers_choose_are_the_forwards(draw, options):
-    model = nn.Sequential(nn.Linear(3, 4), Sometimes(draw), nn.Linear(4, 2)).double()
+    model = nn.Sequential(nn.Linear(3, 4), sometimes(draw), nn.Linear(4, 2)).double()
     with torchgradx.attach(model, **options) as probe:
         for seed in range(6):
             x = torch.randn(N, 3).double()
@@ -152,28 +147,23 @@ HALVES = {
 in_halves = pytest.mark.parametrize(("dtype", "autocast"), HALVES.values(), ids=HALVES)
 
 
-class Way(nn.Module):
-    """A matrix of its own; each subclass has its way through it."""
-
-    def __init__(self):
-        super().__init__()
-        self.w, self.calls, self.on = nn.Parameter(torch.randn(WIDE, WIDE) / 4), 0, False
-        self.drawing = torch.Generator().manual_seed(0)
-
-    def forward(self, x):
-        return torch.tanh(x @ self.w)
+def matrix(way):
+    more = {"calls": 0, "on": False, "drawing": torch.Generator().manual_seed(0)}
+    return Model(way, w=torch.randn(WIDE, WIDE) / 4, **more)
 
 
-class Drops(Way):
-    def forward(self, x):
-        return super().forward(x * (torch.rand(x.shape, generator=self.drawing) < 0.7).to(x))
+def drops(m, x):
+    return torch.tanh(x * (torch.rand(x.shape, generator=m.drawing) < 0.7).to(x) @ m.w)
 
 
-class Switched(Way):
+def switched(m, x):
     """On in the forward, as by a context manager around it."""
+    return torch.tanh((2 * x if m.on else x) @ m.w)
 
-    def forward(self, x):
-        return super().forward(2 * x if self.on else x)
+
+def drifts(m, x):
+    m.calls += 1
+    return torch.tanh(x @ m.w) * (1 + 1e-3 * m.calls)
 
 
 def ahead(module, x, autocast=None):
@@ -187,26 +177,20 @@ def ahead(module, x, autocast=None):
 
 @fallback_mode
 @in_halves
-@pytest.mark.parametrize("kind", [Drops, Switched])
-def test_halves_show_another_way_too(kind, dtype, autocast, options):
+@pytest.mark.parametrize("way", [drops, switched])
+def test_halves_show_another_way_too(way, dtype, autocast, options):
     """By sums of gradients, of 64 roundings each, they do not."""
-    model = nn.Sequential(nn.Linear(WIDE, WIDE), kind(), nn.Linear(WIDE, 4)).to(dtype)
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), matrix(way), nn.Linear(WIDE, 4)).to(dtype)
     x = torch.randn(MANY, WIDE).to(dtype)
     with torchgradx.attach(model, layout=SAID, **options) as probe:
         ahead(model, x, autocast).backward()
         refusal(probe, "other outputs")
 
 
-class Drifts(Way):
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x) * (1 + 1e-3 * self.calls)
-
-
 @fallback_mode
 @pytest.mark.parametrize("n", [8, 2048])
 def test_a_small_drift_shows_at_any_number_of_samples(n, options):
-    model = nn.Sequential(nn.Linear(WIDE, WIDE), Drifts(), nn.Linear(WIDE, 4))
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), matrix(drifts), nn.Linear(WIDE, 4))
     with torchgradx.attach(model, layout=SAID, **options) as probe:
         ahead(model, torch.randn(n, WIDE)).backward()
         refusal(probe, "other outputs")
@@ -215,14 +199,13 @@ def test_a_small_drift_shows_at_any_number_of_samples(n, options):
 FACTOR = [1.0]
 
 
-class Outside(Way):
-    def forward(self, x):
-        return super().forward(x) * FACTOR[0]
-
-
 @pytest.mark.parametrize("options", [{}, {"fused": False}], ids=["default", "fused=False"])
 def test_clipping_after_a_switch_is_refused_and_leaves_grad(options):
-    model = nn.Sequential(nn.Linear(WIDE, WIDE), Outside(), nn.Linear(WIDE, 4))
+    model = nn.Sequential(
+        nn.Linear(WIDE, WIDE),
+        matrix(lambda m, x: torch.tanh(x @ m.w) * FACTOR[0]),
+        nn.Linear(WIDE, 4),
+    )
     with torchgradx.attach(model, layout=SAID, clip=True, **options) as probe:
         square(model, torch.randn(MANY, WIDE)).backward()
         before = {name: p.grad.clone() for name, p in model.named_parameters()}

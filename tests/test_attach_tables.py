@@ -2,42 +2,17 @@
 each way in which samples meet it."""
 
 import copy
+from functools import partial
 
+import broadcast_models as shared
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    ANY,
-    VMAP,
-    Model,
-    a_few_modes,
-    check,
-    close_named,
-    each_of,
-    exact_or_refused,
-    exact_step,
-    fallback_mode,
-    loop,
-    read_or_refused,
-    refused,
-    same_gradients,
-    square,
-    square_second,
-)
-from broadcast_models import (
-    TOKENS,
-    WAYS,
-    D,
-    N,
-    Patches,
-    T,
-    against_all,
-    constant,
-    in_place,
-    placed,
-    positional,
-    tokens,
-)
+from attach_models import Model, square, square_second
+from attach_modes import ANY, VMAP, a_few_modes, each_of, fallback_mode
+from attach_oracle import check, close_named, loop, same_gradients
+from attach_steps import exact_or_refused, exact_step, read_or_refused, refused
+from broadcast_models import WAYS, D, N, T, constant, in_place, placed, positional, tokens
 from recurrent_models import KINDS, made, net
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -46,10 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import torchgradx
 
 sizes = pytest.mark.parametrize(("n", "t"), [(N, T), (N, N), (D, T), (1, T), (T, 1), (2, 2 * N)])
-IDS = {
-    "[T]": torch.arange,
-    "[1, T]": lambda t: torch.arange(t)[None],
-}
+IDS = {"[T]": torch.arange, "[1, T]": lambda t: torch.arange(t)[None]}
 MASKS = {
     "[1, T] > 1": lambda t: torch.arange(t)[None] > 1,
     "[T] > 1": lambda t: torch.arange(t) > 1,
@@ -141,7 +113,7 @@ def beside_samples(m, i):
 @pytest.mark.parametrize("use", [tied_embedding, in_two_places, beside_samples])
 @pytest.mark.parametrize("t", [T, N])
 def test_all_uses_of_a_parameter_add_up(use, t, options):
-    parts = {"t": nn.Embedding(TOKENS, D), "o": nn.Linear(D, 2)}
+    parts = {"t": nn.Embedding(shared.TOKENS, D), "o": nn.Linear(D, 2)}
     if use is in_two_places:
         parts["p"] = nn.Embedding(2 * N, D)
     if use is beside_samples:
@@ -183,8 +155,11 @@ def test_a_row_of_the_samples_own_ids_is_theirs(options):
 # ---- Each way in which samples meet it; changed in place, saved, over steps ----------------------
 SHARED = {
     "positions": (positional, tokens),
-    "queries": (lambda: constant(against_all, l=nn.Linear(D, D)), lambda: torch.randn(N, T, D)),
-    "patches": (Patches, lambda: torch.randn(N, T, 3)),
+    "queries": (
+        lambda: constant(shared.against_all, l=nn.Linear(D, D)),
+        lambda: torch.randn(N, T, D),
+    ),
+    "patches": (shared.vision_transformer, lambda: torch.randn(N, T, 3)),
 }
 RECURRENT = {  # several outputs, which run again when the backward ends
     kind: (lambda kind=kind: net(made(kind, "both ways")), lambda: torch.randn(N, T, 3))
@@ -225,12 +200,7 @@ def test_batches_of_other_sizes_follow(name, options):
         exact_step(probe, model, x)
 
 
-def checkpointed(function, *args):
-    return checkpoint(function, *args, use_reentrant=False)
-
-
-def reentrant(function, *args):
-    return checkpoint(function, *args, use_reentrant=True)
+checkpointed = partial(checkpoint, use_reentrant=False)
 
 
 def offloaded(function, *args):
@@ -238,17 +208,13 @@ def offloaded(function, *args):
         return function(*args)
 
 
-def nested(function, *args):
-    return checkpointed(lambda *args: checkpointed(function, *args), *args)
-
-
-def offloaded_inputs(function, *args):
-    with save_on_cpu():
-        return checkpointed(function, *args)
-
-
-AROUND = {"checkpoint": checkpointed, "reentrant": reentrant, "offloaded": offloaded,
-          "nested": nested, "inputs offloaded": offloaded_inputs}  # fmt: skip
+AROUND = {
+    "checkpoint": checkpointed,
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "offloaded": offloaded,
+    "nested": lambda function, *args: checkpointed(partial(checkpointed, function), *args),
+    "inputs offloaded": partial(offloaded, checkpointed),
+}
 MAY_REFUSE = {"stacked"}  # each sample alone: its nodes hold no row for the others
 
 
@@ -291,8 +257,6 @@ def test_a_bare_parameter_is_exact_without_running_its_owner_again(way, options)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("way", WAYS)
 def test_where_samples_come_in_inside_a_checkpoint(way, around, options):
-    """Or where what is saved lies elsewhere in between."""
-
     def forward(m, x):
         inside = lambda x, s: torch.tanh(WAYS[way](x, s))  # noqa: E731
         return m.o(AROUND[around](inside, m.i(x), m.l(m.c)))

@@ -3,19 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    Model,
-    a_few_modes,
-    check,
-    close,
-    every_mode,
-    exact_step,
-    exact_steps,
-    fallback_mode,
-    loop_model,
-    mlp,
-    square,
-)
+from attach_models import Model, mlp, square
+from attach_modes import a_few_modes, every_mode, fallback_mode
+from attach_oracle import check, close, loop_model
+from attach_steps import exact_step, exact_steps
 from torch import nn
 
 import torchgradx
@@ -131,30 +122,23 @@ def exchanged(model):
         yield
 
 
-def without_a_bias(model):
-    model.a.bias = None
-    yield
-
-
-def on_other_paths(model):
-    for model.first in (False, True, False):
-        yield
-
-
-def frozen_then(model):
-    model.a.requires_grad_(False)
-    yield
+CHANGES = {
+    "exchanged": exchanged,
+    "without a bias": lambda model: [setattr(model.a, "bias", None)],
+    "on other paths": lambda model: (setattr(model, "first", way) for way in (False, True, False)),
+    "frozen then": lambda model: [model.a.requires_grad_(False)],
+}
 
 
 @every_mode
-@pytest.mark.parametrize("change", [exchanged, without_a_bias, on_other_paths, frozen_then])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_step_after_a_change_is_exact(change, options):
     model = Model(lambda m, x: m.head(torch.tanh(m.a(x) if m.first else m.b(m.b(x)))),
                   a=nn.Linear(3, 3), b=nn.Linear(3, 3), head=nn.Linear(3, 2)).double()  # fmt: skip
     model.first = True
     with torchgradx.attach(model, **options) as probe:
         exact_step(probe, model, torch.randn(N, 3).double())
-        for _ in change(model):
+        for _ in CHANGES[change](model):
             exact_step(probe, model, torch.randn(N, 3).double())
 
 
@@ -184,17 +168,15 @@ class Hadamard(torch.autograd.Function):
         return grad * scale @ b.T, a.T @ (grad * scale), None
 
 
-def adapted(m, x):
-    return m.base(x) + F.linear(x, Hadamard.apply(m.a, m.b, torch.tensor(0.5, dtype=x.dtype)))
-
-
 @every_mode
 @pytest.mark.parametrize("positions", [(), (5,)], ids=["rows", "sequences"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_weight_that_it_makes_of_two_is_exact(frozen, positions, options):
     if options.get("backend") == "native":
         pytest.skip("its parameters have no kernel")
-    own = Model(adapted, a=torch.randn(3, 2), b=torch.randn(2, 3), base=nn.Linear(3, 3))
+    half = torch.tensor(0.5, dtype=torch.float64)
+    own = Model(lambda m, x: m.base(x) + F.linear(x, Hadamard.apply(m.a, m.b, half)),
+                a=torch.randn(3, 2), b=torch.randn(2, 3), base=nn.Linear(3, 3))  # fmt: skip
     own.base.requires_grad_(not frozen)
     net = nn.Sequential(nn.Linear(3, 3), own, nn.Linear(3, 2))
     check(net, square, torch.randn(N, *positions, 3), **options)
@@ -204,7 +186,6 @@ T, D = 5, 3
 
 
 def flat(m, x):
-    """Rows of all positions, and a mean of each sample's."""
     if x.dim() == 3:
         rows = m(x.flatten(0, 1)).unflatten(0, x.shape[:2])
         return m.o(rows.mean(1))
@@ -215,14 +196,9 @@ def deep(m, x, depth=2):
     return m.o(m(torch.tanh(m.l(x)), depth - 1)) if depth else m.l(x)
 
 
-CALLS = [flat, deep]
-ways = pytest.mark.parametrize("way", CALLS, ids=lambda way: way.__name__)
-
-
 @a_few_modes
-@ways
+@pytest.mark.parametrize("way", [flat, deep])
 def test_a_root_that_calls_itself_is_exact_in_steps_of_several_sizes(way, options):
-    """Those too that are called on what they call themselves on."""
     net = Model(way, l=nn.Linear(D, D), o=nn.Linear(D, D)).double()
     shapes = [(N, T, D), (N, T, D), (N * T, D), (N, T, D), (N, N, D), (2, T, D), (N, D)]
     exact_steps(net, *(torch.randn(shape).double() for shape in shapes), **options)

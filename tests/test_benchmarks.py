@@ -46,11 +46,9 @@ def test_a_rival_is_right_where_it_knows_all_layers_or_not_installed(rival):
     assert seen == "right" or (needs_a_package and seen == "not installed")
 
 
-@pytest.mark.parametrize(
-    ("rival", "package"), [("Opacus hooks", "opacus"), ("BackPACK", "backpack")]
-)
-def test_a_rival_that_ignores_the_padding_mode_is_shown_as_wrong(rival, package):
-    pytest.importorskip(package)
+@pytest.mark.parametrize("rival", ["Opacus hooks", "BackPACK"])
+def test_a_rival_that_ignores_the_padding_mode_is_shown_as_wrong(rival):
+    pytest.importorskip(rival.split()[0].lower())
     assert verdict(rival, circular()).startswith("wrong ")
 
 
@@ -63,8 +61,6 @@ def test_our_ways_are_the_oracles(way):
 
 
 # The stages, each tried once on what takes milliseconds
-
-
 @pytest.mark.parametrize(
     ("command", "keys"),
     [
@@ -82,8 +78,6 @@ def test_a_stage_yields_its_rows(command, keys, tmp_path):
 
 
 # timing.py, under a clock that tells what it is told
-
-
 class Clock:
     """Runs of steps, each a time that it takes; `ran` has their names."""
 
@@ -92,7 +86,6 @@ class Clock:
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
 
     def step(self, name, *takes):
-        """Of so many seconds, by turns."""
         times = cycle(takes)
 
         def run():
@@ -127,10 +120,7 @@ def test_no_round_begins_after_the_time_of_all_ways(clock, seconds):
 
 
 # compare.py
-
-
 def results(**changes):
-    """One workload, two ways, one kernel, one peak; `changes` by way."""
     figures = {"median": 1.0, "p20": 0.98, "p80": 1.02, "rounds": 16}
     ways = {way: {**figures, **changes.get(way, {})} for way in ("fused", "scoring")}
     kernel = {"layer": "linear", "n": 8, "t": 4, "i": 2, "o": 3, "groups": 1, "algorithm": "gram"}
@@ -159,9 +149,7 @@ COMPARED = [
 
 
 @pytest.mark.parametrize(("changes", "worse"), COMPARED)
-def test_compare_fails_where_a_median_got_slower_beyond_the_spread(
-    changes, worse, tmp_path, capsys
-):
+def test_compare_fails_where_a_median_is_slower_beyond_the_spread(changes, worse, tmp_path, capsys):
     files = tmp_path / "old.json", tmp_path / "new.json"
     for file, content in zip(files, (results(), results(**changes)), strict=True):
         file.write_text(json.dumps(content))
@@ -178,8 +166,6 @@ def test_compare_names_what_is_missing():
 
 
 # The committed results and what is made of them
-
-
 def test_the_readme_says_what_the_results_say():
     text = readme.README.read_text()
     assert readme.rewritten(text, RESULTS) == text, "run benchmarks/readme.py"

@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, loop, per_model
+from attach_models import Model
+from attach_oracle import close, loop, per_model
 from test_score import C, classifier, entropy, pool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -32,18 +33,15 @@ def checkpointed(reentrant):
                  a=nn.Linear(5, 6), inner=inner, b=nn.Linear(6, C)).double()  # fmt: skip
 
 
-def recurrent():
-    return Model(lambda m, x: m.b(m.core(x[:, None])[0][:, 0]), core=nn.GRU(5, 6, batch_first=True),
-                 b=nn.Linear(6, C)).double()  # fmt: skip
-
-
 MODELS = {
     "plain": classifier,
     "shared": shared,
     "checkpoint": lambda: checkpointed(False),
     "reentrant checkpoint": lambda: checkpointed(True),
-    "recurrent": recurrent,
-}
+    "recurrent": lambda: Model(
+        lambda m, x: m.b(m.core(x[:, None])[0][:, 0]), core=nn.GRU(5, 6, batch_first=True),
+        b=nn.Linear(6, C)).double(),
+}  # fmt: skip
 OPTIONS = [{}, {"weight_grad": False}, {"fused": False}, {"clip": True}, {"backend": "vmap"}]
 
 
@@ -66,10 +64,6 @@ def score(model, x, y):
     close(torch.tensor(got["norm"]), norms_of(model, x, y))
 
 
-def verify(model, x, y):
-    assert torchgradx.verify(model, F.cross_entropy, x, y).agrees
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_whatever_runs_between_leaves_the_record_as_it_is(name, options):
@@ -87,7 +81,10 @@ def test_whatever_runs_between_leaves_the_record_as_it_is(name, options):
             loss = entropy(model, x, y)
             score(model, *other)  # between it and its backward,
             loss.backward()
-            verify(model, *other)  # and before the norms are read
+            report = torchgradx.verify(
+                model, F.cross_entropy, *other
+            )  # and before the norms are read
+            assert report.agrees
             close(probe.norms(), want)
             for key, p in model.named_parameters():
                 held = None if options == {"weight_grad": False} else gradients.get(key)

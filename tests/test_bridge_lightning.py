@@ -25,14 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # on workers, loggers, device
 SIZE, ACCUMULATED, STEPS = 3, 2, 3
 
 
-def net():
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
 class Task(lightning.LightningModule):
     def __init__(self, dtype=torch.float64):
         super().__init__()
-        self.model = net().to(dtype)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
 
     def forward(self, x):
         return self.model(x)

@@ -5,7 +5,8 @@ import copy
 
 import pytest
 import torch
-from attach_oracle import Model, loop
+from attach_models import Model
+from attach_oracle import loop
 from torch import nn
 
 import torchgradx
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]ecure RNG", "ignore:Full b
 CIRCULAR = {"padding": 1, "padding_mode": "circular"}
 REFLECT, REPLICATE = ({"padding": 1, "padding_mode": mode} for mode in ("reflect", "replicate"))
 DEEP = {"stride": (1, 2, 2), "dilation": (2, 1, 1), "groups": 2}
-
 # name: (layer, shape of a sample, or the ids' range and shape; whether Opacus itself is right)
 LAYERS = {
     "linear": (lambda: nn.Linear(5, 4), (5,), True),
@@ -166,7 +166,6 @@ def test_a_private_step_clips_by_our_norms(registered):
     )  # fmt: skip
     criterion(private(x), y).backward()
     optimizer.step()
-
     total = [torch.zeros_like(p) for p in twin.parameters()]
     for n in range(6):
         loss = nn.functional.cross_entropy(twin(x[n : n + 1]), y[n : n + 1])

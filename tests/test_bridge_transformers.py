@@ -20,6 +20,8 @@ from torchgradx.bridges.transformers import GradNorms  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # on devices that are not there
 SIZE, ACCUMULATED, STEPS, IGNORED = 2, 2, 3, -100
+ROW = {row.name: row for row in ROWS}
+gpt2 = ROW["gpt2"].build
 TOTAL = SIZE * ACCUMULATED
 
 
@@ -33,14 +35,6 @@ class Classifier(nn.Module):
     def forward(self, x, labels):
         logits = self.net(x)
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
-def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=11, n_positions=6, n_embd=8, n_layer=1, n_head=2, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
 
 
 def vectors():
@@ -105,7 +99,6 @@ class Loops(transformers.TrainerCallback):
         self.want.append({k: torch.cat([norms[k] for norms in found]) * share for k in found[0]})
 
 
-ROW = {row.name: row for row in ROWS}
 CHECKPOINTED = {"gradient_checkpointing": True}
 CASES = {
     "a classifier": (Classifier, vectors, mean_loss, {}),
@@ -199,7 +192,6 @@ def test_after_an_exception_nothing_is_left(tmp_path):
     assert norms.probe is None
     assert norms.norms is not None
     assert fingerprint(model) == fingerprint(plain)
-
     # Without `with`, the next training finds the model attached, and takes it over.
     trainer.add_callback(norms)
     for _ in range(2):

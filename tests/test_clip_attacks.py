@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, mlp, square
+from attach_models import Model, identity, mlp, square
 from clip_oracle import clipped, is_sum, refuses
 from torch import nn
 
@@ -57,7 +57,6 @@ def unscaled(model, x):
 
 
 def input_read_anew(model, x):
-    """Into the buffer of the batch before."""
     x.copy_(batch())
 
 
@@ -126,21 +125,17 @@ def test_two_optimizers_of_which_one_has_unscaled():
         probe.clip_grad_norm_(BOUND)
 
 
-class Dropping(nn.Module):
+def dropping():
     """Runs again when it is clipped, as it ran: its gradients by sample are larger than its
     output, and not kept."""
-
-    def __init__(self):
-        super().__init__()
-        self.w, self.temperature = nn.Parameter(torch.randn(2, 3)), 1.0
-        self.register_buffer("shift", torch.zeros(3))
-
-    def forward(self, x):
-        return F.dropout(x * self.w.sum(0) / self.temperature + self.shift, 0.5, self.training)
+    model = Model(lambda m, x: F.dropout(x * m.w.sum(0) / m.temperature + m.shift, 0.5, m.training),
+                  w=torch.randn(2, 3), temperature=1.0)  # fmt: skip
+    model.register_buffer("shift", torch.zeros(3))
+    return model
 
 
 def test_what_runs_again_stands_as_it_stood():
-    model = nn.Sequential(nn.Linear(3, 3), Dropping(), nn.Tanh(), nn.Linear(3, 2)).double()
+    model = nn.Sequential(nn.Linear(3, 3), dropping(), nn.Tanh(), nn.Linear(3, 2)).double()
     x = batch()
     wanted = []
     for changes in (False, True):
@@ -175,14 +170,7 @@ def test_what_cannot_run_again_leaves_all_as_it_was():
         probe.clip_grad_norm_(BOUND)
 
 
-class Negated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.neg_()
+negated = identity(torch.Tensor.neg_)
 
 
 @pytest.mark.parametrize("backend", ["auto", "vmap"])
@@ -191,7 +179,7 @@ def test_a_gradient_that_is_changed_in_place_later(backend):
 
     def branches(m, x):
         h = torch.tanh(m.a(x))
-        return Negated.apply(h) + m.b(h)
+        return negated(h) + m.b(h)
 
     model, x = Model(branches, a=nn.Linear(3, 3), b=nn.Linear(3, 3)).double(), batch()
     with torchgradx.attach(model, clip=True, backend=backend) as probe:

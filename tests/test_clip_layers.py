@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from attach_oracle import Model, each_of, mlp, square, square_second
-from broadcast_models import WAYS, D, N, Patches, T, positional, tokens
+from attach_models import Model, mlp, square, square_second
+from attach_modes import each_of
+from broadcast_models import WAYS, D, N, T, positional, tokens, vision_transformer
 from clip_oracle import check_clip, gradients
 from recurrent_models import I, every_kind, every_option, made, net
 from test_attach_attention import BAGS, E, S, attention
 from test_attach_layers import ELEMENTWISE_LAYERS, FALLBACK_LAYERS, KERNEL_LAYERS, of_images
-from test_attach_uses import THRICE
+from test_attach_uses import THRICE, frozen
 from torch import nn
 
 import torchgradx
@@ -37,13 +38,8 @@ def test_each_layer(name, options):
 @native_paths
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_narrow_numbers(dtype, options):
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.GroupNorm(2, 8),
-        nn.Tanh(),
-        nn.Flatten(),
-        nn.Linear(200, 5),
-    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(),
+                          nn.Flatten(), nn.Linear(200, 5))  # fmt: skip
     check_clip(model, square, torch.randn(6, 3, 5, 5), dtype=dtype, **options)
 
 
@@ -55,17 +51,9 @@ def test_recurrent_modules(kind, option, options):
 
 
 def tied_to_its_head():
-    """Around a layer that is called twice."""
     model = Model(lambda m, ids: m.head(torch.tanh(m.l(m.l(m.table(ids))))),
                   table=nn.Embedding(7, 3), l=nn.Linear(3, 3), head=nn.Linear(3, 7))  # fmt: skip
     model.head.weight = model.table.weight
-    return model
-
-
-def partly_frozen():
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-    for p in (model[0].weight, model[1].weight, model[2].bias):
-        p.requires_grad_(False)
     return model
 
 
@@ -89,8 +77,10 @@ MODELS = {  # and the shapes of what they are given
     "a transposed Linear": (transposed, ((N, T, D),)),
     "a Linear thrice": (THRICE, ((N, 6, 3),)),
     "an embedding and its head": (tied_to_its_head, IDS),
-    "partly frozen": (partly_frozen, ((N, 3),)),
-    "beside its modules": (Patches, ((N, T, 3),)),
+    "partly frozen": (
+        lambda: frozen(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
+                       "0.weight", "1.weight", "2.bias"), ((N, 3),)),
+    "beside its modules": (vision_transformer, ((N, T, 3),)),
     "a table of positions": (positional, IDS),
     "several images of a sample": (lambda: of_images(nn.Conv2d(2, 6, 3, 2, 1)), ((N, 3, 2, 7, 6),)),
 } | {f"bags {name}": (make, IDS) for name, make in BAGS.items()}  # fmt: skip
@@ -100,9 +90,8 @@ MODELS = {  # and the shapes of what they are given
 @pytest.mark.parametrize("name", MODELS)
 def test_each_model(name, options):
     make, shapes = MODELS[name]
-    check_clip(
-        make(), square, *([torch.randn(shape) for shape in shapes] or [tokens(t=6)]), **options
-    )
+    inputs = [torch.randn(shape) for shape in shapes] or [tokens(t=6)]
+    check_clip(make(), square, *inputs, **options)
 
 
 @native_paths
@@ -113,14 +102,11 @@ def test_what_no_sample_enters(way, options):
     check_clip(model, square, torch.randn(N, T, D), **options)
 
 
-def rows(m, x):
-    return m.b(torch.tanh(m.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2])
-
-
 @paths
 @pytest.mark.parametrize("a", [nn.Linear(3, 3), nn.PReLU(3)], ids=["linear", "prelu"])
 def test_rows_of_sequences(a, options):
-    model = Model(rows, a=a, b=nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)))
+    model = Model(lambda m, x: m.b(torch.tanh(m.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2]),
+                  a=a, b=nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2)))  # fmt: skip
     check_clip(model, square, torch.randn(N, T, 3), **options)
     check_clip(model, square_second, torch.randn(T, N, 3), dims=1, batch_dim=1, **options)
 

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from attach_oracle import DEVICE, Model, mlp, square
+from attach_models import DEVICE, Model, mlp, square
 from clip_oracle import bounded, check_clip, clipped, gradients, is_sum, norms_of, refuses, weighted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -25,10 +25,6 @@ def net():
 
 def batch(n=N):
     return torch.randn(n, 3, dtype=torch.float64)
-
-
-def held(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 either = pytest.mark.parametrize("weight_grad", [True, False], ids=["", "deferred"])
@@ -59,11 +55,8 @@ def test_samples_that_are_run_alone_leave_nothing_in_grad():
     def forward(m, x):
         return m.head(checkpoint(m.inner, m.first(x), use_reentrant=True))
 
-    parts = {
-        "first": nn.Linear(3, 3),
-        "inner": nn.Sequential(nn.Linear(3, 3), nn.Tanh()),
-        "head": nn.Linear(3, 2),
-    }
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    parts = {"first": nn.Linear(3, 3), "inner": inner, "head": nn.Linear(3, 2)}
     model, x = Model(forward, **parts).double(), torch.randn(4, 3).double()
     plain = Model(lambda m, x: m.head(m.inner(m.first(x))), **copy.deepcopy(parts)).double()
     want = clipped(plain, x)
@@ -108,7 +101,8 @@ def test_what_else_is_in_grad_stays():
             twin = copy.deepcopy(model)
             twin.zero_grad()
             (2 * sum(p.square().sum() for p in twin.parameters()) + square(twin, y)).backward()
-            others, want = held(twin), clipped(model, x)
+            others = {name: p.grad for name, p in twin.named_parameters()}
+            want = clipped(model, x)
             is_sum(model, {name: want[name] + others[name] for name in want})
 
 
@@ -148,12 +142,9 @@ def test_samples_of_several_forwards():
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"weight_grad": False}], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers(reentrant, options):
-    parts = {"a": nn.Linear(3, 4), "b": nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))}
-    model = Model(
-        lambda m, x: m.c(checkpoint(m.b, m.a(x), use_reentrant=reentrant)),
-        c=nn.Linear(4, 2),
-        **parts,
-    )
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = Model(lambda m, x: m.c(checkpoint(m.b, m.a(x), use_reentrant=reentrant)),
+                  a=nn.Linear(3, 4), b=inner, c=nn.Linear(4, 2))  # fmt: skip
     check_clip(model, square, torch.randn(N, 3), **options)
 
 

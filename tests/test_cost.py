@@ -42,8 +42,6 @@ VERDICTS = [
     (conv2d(32, 256, 9, 1, groups=64), "direct"),  # depthwise: nine numbers a channel
     (conv2d(16, 4, 4608, 512), "gram"),  # 2x2 pixels of 512 channels
 ]
-
-
 REFUSALS = [
     (linear(8, 128, 64, 32), "rank1", "rank1 needs T = 1: a sum over T = 128 positions is not"),
     (conv2d(8, 2, 64, 32), "rank1", "rank1 needs T = 1: a sum over T = 2 positions is not"),
@@ -102,7 +100,6 @@ def test_plans_are_cached_and_print_as_a_table():
 
 
 # On a GPU: none is needed, and none is asked
-
 H200 = Gpu("H200", CARDS[9, 0], 132, 1.8e9, 4.3e12)
 A100 = Gpu("A100", CARDS[8, 0], 108, 1.41e9, 1.6e12)
 L4 = Gpu("L4", CARDS[8, 9], 58, 2.0e9, 0.3e12)
@@ -182,8 +179,6 @@ def test_an_unknown_capability_has_the_rates_of_the_newest_below(capability, lik
 
 
 # From a device to its plan
-
-
 def test_a_layers_plan_is_its_devices(monkeypatch):
     if not ops.NATIVE:
         pytest.skip("torchgradx._C is not built")
@@ -199,9 +194,7 @@ def test_a_layers_plan_is_its_devices(monkeypatch):
     ("built", "capability", "kind"),
     [(True, (9, 0), "linear"), (True, (7, 5), "vmap"), (False, (9, 0), "vmap")],
 )
-def test_a_cuda_model_takes_the_kernels_where_they_are_and_run(
-    monkeypatch, built, capability, kind
-):
+def test_a_cuda_model_takes_kernels_where_they_are_and_run(monkeypatch, built, capability, kind):
     monkeypatch.setattr(ops, "CUDA", built)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     model = nn.Linear(5, 3)

@@ -20,10 +20,7 @@ needs_extension = pytest.mark.skipif(not ops.NATIVE, reason="installed without t
 
 
 # Whether CUDA kernels are built, and with what
-
-
 def toolkit_in(folder, release="13.0"):
-    """As much of a toolkit as is looked at."""
     (folder / "bin").mkdir(parents=True)
     (folder / "lib64").mkdir()
     (folder / "lib64/libcudart_static.a").touch()
@@ -39,10 +36,6 @@ def clean(monkeypatch):
     for name in ("CUDA_HOME", "CUDA_PATH", "TORCHGRADX_CUDA", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
-
-
-def torch_of(cuda):
-    return SimpleNamespace(version=SimpleNamespace(cuda=cuda))
 
 
 def test_a_wrapper_of_nvcc_on_the_path_is_seen_through(clean, tmp_path):
@@ -71,7 +64,7 @@ def test_when_cuda_kernels_are_left_out(clean, tmp_path, wanted, torchs, found, 
     if wanted is not None:
         clean.setenv("TORCHGRADX_CUDA", wanted)
     home = toolkit_in(tmp_path / "cuda") if found else None
-    why = cuda_toolkit.why_not(home, torch_of(torchs))
+    why = cuda_toolkit.why_not(home, SimpleNamespace(version=SimpleNamespace(cuda=torchs)))
     assert why is None if reason is None else why.startswith(reason)
 
 
@@ -89,15 +82,12 @@ def test_when_cuda_kernels_are_left_out(clean, tmp_path, wanted, torchs, found, 
 def test_architectures(clean, asked, present, built):
     if asked:
         clean.setenv("TORCH_CUDA_ARCH_LIST", asked)
-    gpus = SimpleNamespace(
-        device_count=lambda: len(present), get_device_capability=lambda gpu: present[gpu]
-    )
+    count, capability = lambda: len(present), lambda gpu: present[gpu]
+    gpus = SimpleNamespace(device_count=count, get_device_capability=capability)
     assert cuda_toolkit.architectures(SimpleNamespace(cuda=gpus)) == built
 
 
 # A library that does not load
-
-
 def package_with(library, folder):
     """A copy of the package with this for torchgradx._cuda."""
     copy = folder / "torchgradx"
@@ -130,8 +120,6 @@ def test_cuda_kernels_that_do_not_load_leave_the_cpus_at_work(tmp_path):
     done = run(*python, "-m", "torchgradx", cwd=tmp_path, PYTHONPATH=str(copy.parent))
     assert "CUDA kernels  none: it does not load" in done.stdout
 
-
-# The library itself
 
 BUILD = """
 import sys

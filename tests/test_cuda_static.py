@@ -91,9 +91,7 @@ def faults(kernel, budget, architecture):
 def test_every_kernel_keeps_its_budget(architecture):
     found = cubins.kernels(architecture).values()
     assert len(found) >= len(BUDGETS)
-    assert [
-        text for kernel in found for text in faults(kernel, budget_of(kernel.name), architecture)
-    ] == []
+    assert [text for k in found for text in faults(k, budget_of(k.name), architecture)] == []
 
 
 @needs_nvcc

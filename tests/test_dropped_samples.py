@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from backends import parameters, to
+from backends import to
 
 from torchgradx import reference
 
@@ -19,8 +19,6 @@ CONV = {  # C, O, side, kernel, stride, padding, groups
     "depthwise": (8, 8, 6, 3, 1, 1, 8),
 }
 AFFINE = ["layer_norm of a row", "layer_norm", "rms_norm", "group_norm", "frozen", "prelu"]
-
-each_backend = pytest.mark.parametrize("backend", parameters())
 each_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 
 
@@ -55,15 +53,12 @@ def run(backend, name, batched, rest, place):
     """The operator on spoiled operands, with SCALE in its place."""
     given = [None if t is None else to(backend, spoiled(t))[0] for t in batched]
     scale = SCALE.to(backend.device)
-    with_scale = [
-        scale if r is place else r.to(backend.device) if isinstance(r, torch.Tensor) else r
-        for r in rest
-    ]
+    with_scale = [scale if r is place else r.to(backend.device) if torch.is_tensor(r) else r
+                  for r in rest]  # fmt: skip
     return backend.operator(name)(*given, *with_scale)
 
 
 @pytest.mark.grid("backend")
-@each_backend
 @each_dtype
 @pytest.mark.parametrize("name", ["linear_fused", "linear_scaled"])
 @pytest.mark.parametrize(("t", "i", "o"), LINEAR)
@@ -78,7 +73,6 @@ def test_linear(backend, dtype, name, t, i, o):
 
 
 @pytest.mark.grid("backend")
-@each_backend
 @each_dtype
 @pytest.mark.parametrize("name", ["conv2d_fused", "conv2d_scaled"])
 @pytest.mark.parametrize("kind", CONV)
@@ -95,7 +89,6 @@ def test_convolutions(backend, dtype, name, kind):
         assert found[2].isfinite().all(0).tolist() == [n not in BAD for n in range(N)]
 
 
-@each_backend
 @each_dtype
 @pytest.mark.parametrize("kind", AFFINE)
 def test_layers_whose_parameters_act_element_by_element(backend, dtype, kind):
@@ -126,7 +119,6 @@ def test_layers_whose_parameters_act_element_by_element(backend, dtype, kind):
     assert found[3].isfinite().all(0).tolist() == [n not in BAD for n in range(N)]
 
 
-@each_backend
 @each_dtype
 @pytest.mark.parametrize(("parts", "features"), [(1, 1), (1, 300), (9, 33)])
 def test_gradients_by_sample_are_added_up(backend, dtype, parts, features):
@@ -141,7 +133,6 @@ def test_gradients_by_sample_are_added_up(backend, dtype, parts, features):
     check([plain], [each.double().sum((0, 1))], dtype)
 
 
-@each_backend
 @pytest.mark.parametrize("name", ["linear_fused", "linear_scaled"])
 @pytest.mark.parametrize("t", [1, 4])
 def test_nobody_is_left(backend, name, t):

@@ -9,17 +9,14 @@ import pytest
 import test_emulated_elementwise as elementwise
 import test_emulated_sm90 as hopper
 import torch
-from backends import BACKENDS, algorithms_of
-from emulation import build
+from backends import EMULATED, algorithms_of, needs_emulation
 from emulation.operators import operator, operators
 from oracle import Conv2d, Linear, assert_sq_norms, case, truth_of
 from oracle_gather import Gather
 from processes import python
 from test_memory import BOUND, CASES, WIDE
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
-EMULATED = BACKENDS["emulated"]
-
+pytestmark = needs_emulation
 # Several tiles in each direction and a part of one, samples enough to share out, every kernel.
 LINEAR = (
     Linear(3, 37, 200, 135),
@@ -49,7 +46,6 @@ def allow_tf32():
 
 
 def results(problem, a, b, ways=None):
-    """All that the operators have to say of a problem, by these algorithms or by all."""
     scale = torch.arange(problem.n, dtype=torch.float32) - 1
     norms = {way: EMULATED.norms(way, a, b, problem) for way in ways or algorithms_of(problem)}
     fused = EMULATED.fused(a, b, problem, scale)
@@ -122,12 +118,7 @@ def assert_right(problem, a, b, kind="integers", ways=None):
     hopper.assert_gradients(problem, given["weight"], given["bias"], truth, scale)
 
 
-# Kernels
-
-
-@pytest.mark.skipif(
-    bool(cubins.why_not()) or not cubins.cuobjdump(), reason="needs nvcc and cuobjdump"
-)
+@pytest.mark.skipif(bool(cubins.why_not()) or not cubins.cuobjdump(), reason="needs CUDA's tools")
 def test_every_kernel_is_launched_within_its_bounds(allow_tf32):
     """On a GPU a block larger than its kernel's bounds is a launch that fails."""
     import test_emulated_planes as planes
@@ -187,9 +178,6 @@ def _launched(library):
     }
 
 
-# Memory
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_workspace_are_bounded(name):
     """Of problems whose gradients, T x T or patches would each take more, on an H200."""
@@ -207,8 +195,6 @@ def test_allocations_are_counted():
         EMULATED.fused(a, b)
     assert operators().allocated() >= 4 * WIDE.i * WIDE.o
 
-
-# Malformed calls
 
 FUZZ = """
 import random, sys, warnings

@@ -1,47 +1,37 @@
 """What only the emulation can ask of the kernels of element-wise parameters and of tables: any
 order of threads, every way of cutting a problem, and the bytes of workspaces."""
 
+from functools import partial
 from math import ceil
 
 import oracle_gather
 import pytest
 import test_affine
+import test_emulated_launchers as launchers
 import torch
 import torch.nn.functional as F
-from backends import BACKENDS, each_dtype
-from emulation import build
+from backends import EMULATED, each_dtype, needs_emulation
 from emulation.operators import operator, operators
 from oracle_affine import FROZEN, Affine, assert_sq_norms, case
 from oracle_gather import Gather
 from test_affine import fused, norms
 from test_emulated_launchers import _wide
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
-EMULATED = BACKENDS["emulated"]
-
+pytestmark = needs_emulation
 # One warp, several, and all of a block to a row or a column; samples of several parts; samples that
 # are rows; rows too long for one sweep; groups of several blocks; planes and rows.
 PROBLEMS = (
-    Affine("layer_norm", 2, 37, 1, 71),
-    Affine("layer_norm", 3, 20, 1, 300),
-    Affine("layer_norm", 2, 19, 1, 336),  # whole pieces of 16 bytes
-    Affine("rms_norm", 2, 17, 1, 1100),
-    Affine("rms_norm", 5, 3, 1, 33),
-    Affine("layer_norm", 11, 1, 1, 304),
-    Affine("rms_norm", 9, 1, 1, 33),
-    Affine("layer_norm", 1, 2, 1, 4100),
-    Affine("rms_norm", 2, 2, 1, 4100),
-    Affine("group_norm", 3, 50, 2, 35),
-    Affine("group_norm", 2, 300, 2, 40),
-    Affine("group_norm", 2, 2100, 3, 1),
+    Affine("layer_norm", 2, 37, 1, 71), Affine("layer_norm", 3, 20, 1, 300),
+    Affine("layer_norm", 2, 19, 1, 336), Affine("rms_norm", 2, 17, 1, 1100),  # whole pieces
+    Affine("rms_norm", 5, 3, 1, 33), Affine("layer_norm", 11, 1, 1, 304),
+    Affine("rms_norm", 9, 1, 1, 33), Affine("layer_norm", 1, 2, 1, 4100),
+    Affine("rms_norm", 2, 2, 1, 4100), Affine("group_norm", 3, 50, 2, 35),
+    Affine("group_norm", 2, 300, 2, 40), Affine("group_norm", 2, 2100, 3, 1),
     Affine("group_norm", 2, 70, 32, 2),  # several positions a warp, several groups a piece
-    Affine("batch_norm", 3, 6, 40, 1),
+    Affine("batch_norm", 3, 6, 40, 1), Affine("batch_norm", 3, 20, 24, 1),
     Affine("group_norm", 2, 24, 4, 136),  # several blocks side by side
-    Affine("batch_norm", 3, 20, 24, 1),
-    Affine("scale", 5, 1, 300, 1),
-    Affine("prelu", 2, 1100, 3, 1),
-    Affine("prelu", 3, 9, 1, 1),
-)
+    Affine("scale", 5, 1, 300, 1), Affine("prelu", 2, 1100, 3, 1), Affine("prelu", 3, 9, 1, 1),
+)  # fmt: skip
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "-".join(map(str, p)))
 
 
@@ -57,7 +47,6 @@ def in_longer_rows(o):
 
 
 def results(problem, o):
-    """All that the operators have to say of a problem."""
     scale = torch.arange(problem.n, dtype=torch.float32) - 1
     found = [norms(EMULATED, problem.layer, o)]
     if problem.layer != "prelu":
@@ -68,7 +57,6 @@ def results(problem, o):
 
 
 def assert_right(problem, dtype, kind):
-    """Every operator against the oracle, in either layout."""
     o, expected = case(problem, dtype, kind)
     for operands in (o, in_planes(o), in_longer_rows(o)):
         sq_norms, *_, also = results(problem, operands)
@@ -96,8 +84,6 @@ def test_the_order_of_threads_does_not_matter(problem, dtype):
 def test_every_way_of_cutting_is_right(problem):
     assert_right(problem, torch.float32, "gaussians")
 
-
-# Tables
 
 TABLES = (
     Gather(2, 300, 2, 40),  # a run over many warps
@@ -134,15 +120,7 @@ def test_a_table_takes_its_sorted_ids_and_no_more(ids):
     assert taken <= 8 * n * d // 32 + 4 * n + 3 * 16 * n * t
 
 
-# Workspaces
-
-
-def _taken(name, *arguments):
-    with operators().dry():
-        operator(name)(*arguments)
-    return operators().allocated()
-
-
+_taken = partial(launchers._taken, multiprocessors=5)
 LARGE = {  # N, T, G, K
     "long": (8, 1024, 1, 768),
     "samples": (4096, 16, 1, 1024),

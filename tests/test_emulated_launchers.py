@@ -6,15 +6,15 @@ from itertools import product
 
 import pytest
 import torch
+from backends import needs_emulation
 from emulation import build
 from emulation.emulator import Emulator
 from emulation.operators import operator, operators
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
+pytestmark = needs_emulation
+
 
 # Dimensions of zero
-
-
 @cache
 def launchers():
     """Without the binding, which would never let them see such sizes."""
@@ -74,8 +74,6 @@ def test_an_image_of_no_channels_has_no_norm():
 
 
 # More than an int holds
-
-
 def _wide(*shape, dtype=torch.float32):
     """Of any size, in the memory of one number."""
     return torch.ones(1, dtype=dtype).expand(shape)

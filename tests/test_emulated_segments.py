@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_oracle import close_named
-from emulation import build
+from backends import needs_emulation
 from emulation.operators import operator, operators
 from segment_models import CASES
 from test_segments import ids_of, loop, norms_of, step
@@ -18,9 +18,8 @@ from torch import nn
 import torchgradx
 from torchgradx import ops
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
+pytestmark = needs_emulation
 HALVES = (torch.bfloat16, torch.float16)
-
 LENGTHS = (
     [1, 300],
     [16, 32, 5, 48],  # whole steps, and not
@@ -184,7 +183,6 @@ def test_weight_gradients_of_several_lengths_come_from_the_same_call(at_once, bi
 
 
 def battery():
-    """Hold planted bugs to all of this."""
     with operators().hopper():
         for lengths in LENGTHS:
             for features in FEATURES[1:3]:

@@ -10,13 +10,13 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from backends import needs_emulation
 from emulation import build
 from emulation.emulator import ORDERS, EmulationError, Emulator, Unit
 from emulation.mutants import MUTANTS, planted
 from emulation.wrappers import CASES, Case, differences, golden
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
-
+pytestmark = needs_emulation
 THREADS = 64
 IN = torch.arange(1, 2 * THREADS + 1, dtype=torch.float32)
 OUT_BYTES = 4 * 2 * THREADS
@@ -168,8 +168,6 @@ def test_what_is_unchecked_is_not_reported():
 
 
 # The PTX wrappers, lane by lane, against the manual and a GPU's recorded answers
-
-
 @cache
 def wrappers():
     emulator = Emulator(build.kernels_alone(build.HERE / "wrappers.cu"))

@@ -10,10 +10,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from emulation import build
+from backends import needs_emulation
 from emulation.emulator import ORDERS, EmulationError, Unit
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not())
+pytestmark = needs_emulation
 
 
 @cache
@@ -44,7 +44,6 @@ def _integers(*shape):
 
 
 # Products: 60 positions of 64, so that the last boxes reach out of the tensor
-
 POSITIONS = 60
 
 
@@ -64,9 +63,6 @@ def test_a_pipeline_of_copies_and_products_is_right(dtype, columns):
     assert torch.equal(out, truth)
     with unit().unchecked():
         assert torch.equal(_product(name, getattr(torch, dtype), columns)[0], truth)
-
-
-# Addresses
 
 
 def swizzled(byte):
@@ -171,8 +167,6 @@ def test_a_descriptor_finds_its_operand(layout):
 
 
 # Blocks together, registers
-
-
 def _grid(fault="none", blocks=5):
     given = torch.arange(1.0, blocks + 1)
     return launch(f"grid/{fault}", given, given, [blocks], torch.full((2 * blocks,), -1.0))
@@ -215,8 +209,6 @@ def test_blocks_that_are_no_whole_clusters_are_refused():
 def test_registers_change_hands():
     assert torch.equal(_registers(), torch.arange(384.0))
 
-
-# Faults
 
 FAULTS = {
     "product/no_wait": "wgmma reads offset .* still being copied",

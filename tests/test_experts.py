@@ -5,19 +5,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    ANY,
-    Model,
-    close_named,
-    exact_steps,
-    loop,
-    native_missing,
-    refusal,
-    square,
-    step_or_refused,
-    under_autocast,
-)
-from attach_oracle import title as of_options
+from attach_models import Model, square, under_autocast
+from attach_modes import ANY, native_missing
+from attach_modes import title as of_options
+from attach_oracle import close_named, loop
+from attach_steps import exact_step, exact_steps, refusal, step_or_refused
 from clip_oracle import check_clip
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -136,10 +128,7 @@ def test_norms(way, options):
     with torchgradx.attach(model, **options) as probe:
         for n, t in ((N, T), (N, T), (4, 7), (1, T)):
             x = torch.randn(n, t, D, dtype=dtype)
-            want = loop(model, square, x, dtype=dtype)
-            model.zero_grad()
-            square(model, x).backward()
-            close_named(probe.norms(per="parameter"), want, rtol)
+            exact_step(probe, model, x, rtol=rtol, want=loop(model, square, x, dtype=dtype))
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_grad": False}], ids=of_options)
@@ -162,11 +151,9 @@ def test_nothing_runs_again_and_one_proof_holds_whatever_a_batch_chooses(way, ba
         for size, proofs in [((N, 16 * T), 2), *sizes.items()]:
             x = torch.randn(*size, D, dtype=dtype)
             want = loop(model, square, x, dtype=dtype)
-            model.zero_grad()
             calls.clear()
             backwards.clear()
-            square(model, x).backward()
-            close_named(probe.norms(per="parameter"), want, rtol)
+            exact_step(probe, model, x, rtol=rtol, want=want)
             assert len(calls) == 1
             assert len(backwards) <= proofs
         assert "run again" not in str(probe.explain())
@@ -221,16 +208,9 @@ def test_a_parameter_of_two_calls_is_one_sum():
     exact_steps(model, samples(), samples())
 
 
-class Own(nn.Module):
-    """Parameters as those of experts, and any use of them."""
-
-    def __init__(self, use):
-        super().__init__()
-        self.up, self.down = (nn.Parameter(torch.randn(E, D, D) / 2) for _ in "ud")
-        self.use, self.shift = use, 0
-
-    def forward(self, h):
-        return self.use(self, h)
+def own(use):
+    up, down = torch.randn(2, E, D, D) / 2
+    return Model(use, up=up, down=down, shift=0)
 
 
 def one(m, rows, k=0):
@@ -272,7 +252,7 @@ PLAIN = {
 def stack(use):
     model = Model(lambda m, x: m.last(torch.tanh(m.own(torch.tanh(m.first(x)).flatten(0, 1)))
                                       ).reshape(*x.shape[:2], -1),
-                  first=nn.Linear(D, D), own=Own(use), last=nn.Linear(D, 2))  # fmt: skip
+                  first=nn.Linear(D, D), own=own(use), last=nn.Linear(D, 2))  # fmt: skip
     return model.double()
 
 
@@ -289,15 +269,9 @@ def test_products_as_users_write_them(use):
     exact_steps(stack(PLAIN[use]), *(samples() for _ in range(3)))
 
 
-class EveryRow(nn.Module):
-    """All rows for each expert, one expert after the other: its rows are in no order of samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = (nn.Parameter(torch.randn(E, *size) / 2) for size in ((D, H), (H, D)))
-
-    def forward(self, h):  # [E * R, D]
-        return torch.bmm(torch.tanh(torch.bmm(h.view(E, -1, D), self.up)), self.down).view(-1, D)
+def every_row(m, h):
+    """All rows [E * R, D] for each expert, one after the other: in no order of samples."""
+    return torch.bmm(torch.tanh(torch.bmm(h.view(E, -1, D), m.up)), m.down).view(-1, D)
 
 
 def weighed(m, x):
@@ -310,8 +284,9 @@ def weighed(m, x):
 @native
 def test_every_expert_gets_every_row():
     """Llama 4 has such experts. A mean over samples above them is refused."""
-    model = Model(weighed, first=nn.Linear(D, D), router=nn.Linear(D, E), experts=EveryRow())
-    model.shift = 0
+    experts = Model(every_row, up=torch.randn(E, D, H) / 2, down=torch.randn(E, H, D) / 2)
+    parts = {"first": nn.Linear(D, D), "router": nn.Linear(D, E), "experts": experts, "shift": 0}
+    model = Model(weighed, **parts)
     assert "run again" not in exact_steps(model.double(), samples(), samples(), samples()[:3])
     model.shift = 1
     with torchgradx.attach(model) as probe:

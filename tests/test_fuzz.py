@@ -61,16 +61,16 @@ def gather_dots(rng):
 def elementwise(rng):
     n, t, g, k = (rng.choice((0, 1, 2, 3, 5)) for _ in range(4))
     shape = (n, t, 1) if g == 1 else (n, 1, g)
+    x, statistic = torch.ones(n, t, g, k), torch.ones(shape)
+    flags = {name: rng.random() < 0.5 for name in ("centred", "over_positions")}
+    of_layer = {"mean": rng.choice((None, statistic)), "rstd": statistic, "frozen": False}
     return {
-        "input": torch.ones(n, t, g, k),
-        "grad_output": torch.ones(n, t, g, k),
-        "weight": torch.ones(g, k),
-        "mean": rng.choice((None, torch.ones(shape))),
-        "rstd": torch.ones(shape),
-        "frozen": False,
+        "input": x,
+        "grad_output": x,
+        "weight": x.new_ones(g, k),
         "eps": 1e-5,
-        "centred": rng.random() < 0.5,
-        "over_positions": rng.random() < 0.5,
+        **of_layer,
+        **flags,
     }
 
 
@@ -85,7 +85,6 @@ VALID = {  # by what an operator's name begins with; else a Linear's
 
 
 def valid(name, names, rng):
-    """The arguments `names` of an operator."""
     make = next((make for start, make in VALID.items() if name.startswith(start)), linear)
     arguments = make(rng)
     scale = torch.ones(len(next(iter(arguments.values()))))
@@ -94,20 +93,12 @@ def valid(name, names, rng):
 
 
 def _reshaped(x, rng):
-    shape = list(x.shape)
-    where = rng.randrange(len(shape))
-    how = rng.randrange(5)
-    if how == 0:
-        shape[where] += rng.choice((1, 2, 17))
-    elif how == 1:
-        shape[where] = 0
-    elif how == 2:
-        del shape[where]
-    elif how == 3:
-        shape.insert(where, rng.choice((1, 2)))
-    else:
-        return torch.ones(())
-    return x.new_ones(shape)
+    shape, where = list(x.shape), rng.randrange(x.dim())
+    size = shape[where]
+    now = rng.choice(([size + rng.choice((1, 2, 17))], [0], [], [rng.choice((1, 2)), size], None))
+    return (
+        torch.ones(()) if now is None else x.new_ones([*shape[:where], *now, *shape[where + 1 :]])
+    )
 
 
 def _huge(x, rng):
@@ -120,34 +111,26 @@ def _huge(x, rng):
 
 
 def _restrided(x, rng):
-    how = rng.randrange(4)
-    if how == 0:
-        return x.expand(2, *x.shape)
-    if how == 1:
-        return x.as_strided([s + 1 for s in x.shape], [0] * x.dim()) if x.numel() else x[None]
-    if how == 2:
-        return x.transpose(0, -1)
-    return x.unsqueeze(0)[..., :0]
+    return rng.choice((
+        lambda: x.expand(2, *x.shape),
+        lambda: x.as_strided([s + 1 for s in x.shape], [0] * x.dim()) if x.numel() else x[None],
+        lambda: x.transpose(0, -1),
+        lambda: x.unsqueeze(0)[..., :0],
+    ))()  # fmt: skip
 
 
 def _foreign(x, rng):
-    how = rng.randrange(5)
-    if how == 0:
-        return x.to("meta")
-    if how == 1:
-        return x.to_sparse()
-    if how == 2:
-        return x.to(rng.choice(DTYPES))
-    if how == 3:
-        return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
-    return x.to(rng.choice(STRANGE_DTYPES))
+    return rng.choice((
+        lambda: x.to("meta"), x.to_sparse, lambda: x.to(rng.choice(DTYPES)),
+        lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]),
+        lambda: x.to(rng.choice(STRANGE_DTYPES)),
+    ))()  # fmt: skip
 
 
 DAMAGE = (_reshaped, _huge, _restrided, _foreign, lambda x, rng: rng.choice(STRANGE))
 
 
 def damaged(arguments, rng):
-    """One to three arguments, spoilt."""
     spoilt = dict(arguments)
     for name in rng.sample(sorted(spoilt), rng.randint(1, min(3, len(spoilt)))):
         value = spoilt[name]
@@ -190,9 +173,8 @@ def run(seed, calls, log_path):
     with Path(log_path).open("w") as log:
         for call in range(calls):
             kind = "public" if call % 2 or not ops.NATIVE else "raw"
-            name, function, positional, named = (
-                public_call(rng) if kind == "public" else raw_call(rng)
-            )
+            make = public_call if kind == "public" else raw_call
+            name, function, positional, named = make(rng)
             written = [_written(v) for v in positional]
             written += [f"{key}={_written(v)}" for key, v in named.items()]
             line = f"{call} {kind} {name}({', '.join(written)})"

@@ -158,9 +158,6 @@ def test_stages_are_run_by_name_behind_the_build_that_is_kept(tmp_path):
     assert "--models GPT|MLP --profile" in (tmp_path / "build/gpu/logs/models.log").read_text()
 
 
-# The build that is kept
-
-
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A small tree in place of ours, and a setup.py that writes down each of its runs."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model
+from attach_models import Model
 from backends import BACKENDS, parameters
 from oracle import Conv2d, Linear
 from oracle_gather import Gather
@@ -54,8 +54,6 @@ TIED = Gather(16, 256, 2048, 1024)  # N gradients of the table: 128 MiB
 # What any of these may take beyond its operands: a few chunks of the reference, or a few tiles,
 # images and weight gradients a thread; less than what materialising takes in any case above.
 BOUND = 56 * MIB
-
-
 SLOW = {"reference": [pytest.mark.long]}
 
 
@@ -116,18 +114,15 @@ def _deep():
     return nn.Sequential(*layers), torch.randn(64, 64, 256)
 
 
-def _tied():
-    """Of 64 samples: 4 MiB of logits, and N gradients of the table 256 MiB."""
-    model = Model(lambda m, ids: F.linear(torch.tanh(m.table(ids)), m.table.weight),
-                  table=nn.Embedding(8192, 128))  # fmt: skip
-    return model, torch.arange(128).view(64, 2)
-
-
-MODELS = {"deep": _deep, "tied": _tied}
+MODELS = {
+    "deep": _deep,
+    # Of 64 samples: 4 MiB of logits, and N gradients of the table 256 MiB.
+    "tied": lambda: (Model(lambda m, ids: F.linear(torch.tanh(m.table(ids)), m.table.weight),
+                           table=nn.Embedding(8192, 128)), torch.arange(128).view(64, 2)),
+}  # fmt: skip
 
 
 def _measure_steps(name):
-    """Of a plain step, and of the first two with norms."""
     torch.set_num_threads(1)
     model, x = MODELS[name]()
     extra = {}
@@ -153,9 +148,7 @@ def _measured(what):
     return json.loads(result.stdout)
 
 
-in_linux = pytest.mark.skipif(
-    not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc"
-)
+in_linux = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs /proc")
 
 
 @in_linux

@@ -1,10 +1,11 @@
 """NoiseScale against closed forms, and against all gradients of single samples."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-from attach_oracle import Model, mlp, square
+from attach_models import Model, mlp, square
 from clip_oracle import gradients, group_of
 from torch import nn
 
@@ -31,7 +32,6 @@ def step(model, probe, noise, *batches, loss=half_square):
     noise.update(probe)
 
 
-# ---- One step ------------------------------------------------------------------------------------
 def test_a_step_on_a_quadratic_is_the_sample_covariance():
     model, noise = quadratic(), NoiseScale(decay=0.0)
     with torchgradx.attach(model) as probe:
@@ -45,9 +45,12 @@ def test_a_step_on_a_quadratic_is_the_sample_covariance():
     assert noise.efficiency(8) == pytest.approx(8 / (8 + trace / signal))
 
 
-def is_unbiased(model, points, sizes):
-    """The mean over all ways to draw batches of these sizes is what they are drawn from."""
-    traces, signals, at = [], [], model.w.detach().clone()
+@pytest.mark.parametrize("sizes", [(3,), (1, 3), (2, 2), (4, 3, 1)])
+def test_batches_accumulated_or_not_are_unbiased(sizes):
+    """Weights 1 / (steps * size): the mean over all ways to draw the samples with replacement is
+    what they are drawn from, exactly."""
+    model, points, traces, signals = quadratic(), POINTS[:2, :2] * 3, [], []
+    model.w.data = AT[:2].clone()
     with torchgradx.attach(model, loss_scale=1 / len(sizes)) as probe:
         for drawn in itertools.product(range(len(points)), repeat=sum(sizes)):
             noise = NoiseScale(decay=0.0)
@@ -56,17 +59,8 @@ def is_unbiased(model, points, sizes):
             signals.append(noise.sq_grad_norm)
     trace = points.var(0, correction=0).sum().item()
     assert sum(traces) / len(traces) == pytest.approx(trace, rel=1e-12)
-    signal = (at - points.mean(0)).square().sum().item()
+    signal = (AT[:2] - points.mean(0)).square().sum().item()
     assert sum(signals) / len(signals) == pytest.approx(signal, rel=1e-12)
-
-
-@pytest.mark.parametrize("sizes", [(3,), (1, 3), (2, 2), (4, 3, 1)])
-def test_batches_accumulated_or_not_are_unbiased(sizes):
-    """Weights 1 / (steps * size): the mean over all ways to draw the samples with replacement is
-    what they are drawn from, exactly."""
-    model = quadratic()
-    model.w.data = AT[:2].clone()
-    is_unbiased(model, POINTS[:2, :2] * 3, sizes)
 
 
 @pytest.mark.parametrize("per", ["model", "module", "parameter"])
@@ -110,7 +104,6 @@ def test_a_grad_scaler_changes_nothing():
     assert noise.trace == pytest.approx(POINTS.var(0).sum().item(), rel=1e-12)
 
 
-# ---- Averages ------------------------------------------------------------------------------------
 def test_numerator_and_denominator_are_averaged_apart_and_corrected():
     model, noise, decay = quadratic(), NoiseScale(decay=0.75), 0.75
     batches = torch.randn(5, 4, 3, dtype=torch.float64) + 3
@@ -142,28 +135,31 @@ def test_a_state_goes_on_as_if_nothing_had_happened():
         NoiseScale(per="module").load_state_dict(one.state_dict())
 
 
-def test_steps_that_say_nothing_are_skipped_and_counted():
-    model, noise = quadratic(), NoiseScale()
-    assert noise.noise_scale != noise.noise_scale, "NaN before the first step"
+@pytest.fixture
+def watched():
+    """A quadratic model, its probe, and the noise scale with its defaults."""
+    model = quadratic()
     with torchgradx.attach(model) as probe:
-        step(model, probe, noise, POINTS[:1])
-        step(model, probe, noise, POINTS * float("inf"))
-        assert (noise.steps, noise.skipped) == (0, 2)
-        step(model, probe, noise, POINTS)
+        yield model, probe, NoiseScale()
+
+
+def test_steps_that_say_nothing_are_skipped_and_counted(watched):
+    noise = watched[-1]
+    assert noise.noise_scale != noise.noise_scale, "NaN before the first step"
+    step(*watched, POINTS[:1])
+    step(*watched, POINTS * float("inf"))
+    assert (noise.steps, noise.skipped) == (0, 2)
+    step(*watched, POINTS)
     assert (noise.steps, noise.skipped) == (1, 2)
 
 
-# ---- Refusals ------------------------------------------------------------------------------------
-def test_a_grad_that_holds_more_than_the_record_is_refused():
-    model, noise = quadratic(), NoiseScale()
-    with torchgradx.attach(model) as probe:
-        for k in range(3):
-            half_square(model, POINTS).backward()  # never zeroed
-            if k == 0:
-                noise.update(probe)
-                continue
-            with pytest.raises(RuntimeError, match="zero it at every step"):
-                noise.update(probe)
+def test_a_grad_that_holds_more_than_the_record_is_refused(watched):
+    model, probe, noise = watched
+    step(*watched, POINTS)
+    for _ in range(2):
+        half_square(model, POINTS).backward()  # never zeroed
+        with pytest.raises(RuntimeError, match="zero it at every step"):
+            noise.update(probe)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -220,15 +216,14 @@ def zero_between(model, to_none=True):
     half_square(model, POINTS[2:]).backward()
 
 
-def zero_in_place_between(model):
-    zero_between(model, to_none=False)
+CHANGES = {
+    "zeroed": zero_between,
+    "zeroed in place": partial(zero_between, to_none=False),
+    "clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+}
 
 
-def clip_after(model):
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
-@pytest.mark.parametrize("change", [zero_between, zero_in_place_between, clip_after])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_grad_that_was_changed_is_refused_where_what_backwards_leave_is_marked(change):
     model, noise = quadratic(), NoiseScale()
     with torchgradx.attach(model, clip=True) as probe:
@@ -256,40 +251,34 @@ def test_without_grad_it_says_where_to_call_it():
 
 
 # ---- The default, and what it says ---------------------------------------------------------------
-
-
-def test_the_warm_up_is_reported_and_what_it_means_is_said():
-    model, noise = quadratic(), NoiseScale()
+def test_the_warm_up_is_reported_and_what_it_means_is_said(watched):
+    noise = watched[-1]
     assert str(noise) == "Noise scale: no step was counted yet."
     assert noise.spread == (0, float("inf"))
-    x = torch.randn(30, 8, 3, dtype=torch.float64) + 1
-    with torchgradx.attach(model) as probe:
-        for k, batch in enumerate(x):
-            assert noise.warming_up, k
-            step(model, probe, noise, batch)
-            warming = f"warming up: {k + 1} of 30 steps"
-            assert (warming in str(noise)) == (k < 29)
+    for k, batch in enumerate(torch.randn(30, 8, 3, dtype=torch.float64) + 1):
+        assert noise.warming_up, k
+        step(*watched, batch)
+        assert (f"warming up: {k + 1} of 30 steps" in str(noise)) == (k < 29)
     assert not noise.warming_up
     assert "warming" not in repr(noise)
-    now = f"at this batch of 8 makes {noise.efficiency(8):.0%} of the progress"
-    assert now in str(noise)
-    assert f"at 16 it would make {noise.efficiency(16):.0%}" in str(noise)
-    assert "A smaller batch would learn as much" in str(noise)
-    assert f"{noise.noise_scale:.0f} (" in str(noise)
+    for words in (
+        f"at this batch of 8 makes {noise.efficiency(8):.0%} of the progress",
+        f"at 16 it would make {noise.efficiency(16):.0%}",
+        "A smaller batch would learn as much", f"{noise.noise_scale:.0f} (",
+    ):  # fmt: skip
+        assert words in str(noise)
 
 
-def test_where_no_gradient_is_seen_it_is_infinite_and_says_no_number():
-    model, noise = quadratic(), NoiseScale()
+def test_where_no_gradient_is_seen_it_is_infinite_and_says_no_number(watched):
+    model, _, noise = watched
     model.w.data = POINTS.mean(0)
-    with torchgradx.attach(model) as probe:
-        for _ in range(40):
-            step(model, probe, noise, POINTS)
+    for _ in range(40):
+        step(*watched, POINTS)
     assert noise.sq_grad_norm < 0
     assert noise.noise_scale == float("inf")
     assert noise.efficiency(100) == 0
-    assert "No gradient is seen" in str(noise)
-    assert "inf" not in str(noise)
-    assert "nan" not in str(noise)
+    said = str(noise)
+    assert ("No gradient is seen" in said, "inf" in said, "nan" in said) == (True, False, False)
 
 
 def test_layers_are_told_of_by_name():
@@ -301,7 +290,6 @@ def test_layers_are_told_of_by_name():
     assert [line.partition(":")[0].strip() for line in str(noise).splitlines()[1:]] == ["0", "2"]
 
 
-# ---- What update takes ---------------------------------------------------------------------------
 @pytest.mark.parametrize("beside", ["norm", "tensor", "model"])
 def test_norms_and_the_batchs_gradient_do_as_a_probe_does(beside):
     model, one, two = quadratic(), NoiseScale(), NoiseScale()

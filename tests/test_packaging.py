@@ -13,7 +13,8 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, mlp, refusal, square
+from attach_models import Model, mlp, square
+from attach_steps import refusal
 
 import torchgradx
 from torchgradx import cli, ops
@@ -35,11 +36,10 @@ def checked(run):
     return run.stdout
 
 
-def test_the_suite_sees_the_installed_package():
+def test_the_suite_sees_the_installed_package_which_is_typed():
+    assert (PACKAGE / "py.typed").exists()
     compiled = any(PACKAGE.glob("_C.*.so"))
-    assert PACKAGE.parent != ROOT or compiled, (
-        "run `pytest`: `python -m pytest` imports ./torchgradx"
-    )
+    assert PACKAGE.parent != ROOT or compiled, "run `pytest`: `python -m` imports ./torchgradx"
 
 
 def test_the_version_is_written_once():
@@ -48,10 +48,6 @@ def test_the_version_is_written_once():
     assert importlib.metadata.version("torchgradx") == version
     code = [ROOT / "setup.py", *ROOT.glob("torchgradx/*.py"), *ROOT.glob("csrc/**/*.*")]
     assert [p.name for p in code if f'"{version}"' in p.read_text(errors="replace")] == []
-
-
-def test_the_package_is_typed():
-    assert (PACKAGE / "py.typed").exists()
 
 
 @needs_extension
@@ -72,8 +68,6 @@ def test_a_wheel_is_loaded_and_says_what_it_needs(tmp_path):
     assert bare.returncode != 0
     assert "does not load" in bare.stderr
 
-
-# Import
 
 IMPORT = """
 import sys, time, torch
@@ -155,15 +149,12 @@ def test_the_facts_are_printed_by_info_and_without_an_argument(capsys):
     code = "import runpy; runpy.run_module('torchgradx', run_name='__main__')"
     for facts in (capsys.readouterr().out, checked(python(code))):
         names = re.findall(r"^(\w+(?: \w+)?)  +\S", facts, re.MULTILINE)
-        assert names == [
-            *("torchgradx", "torch", "extension", "CPU", "CUDA kernels", "device", "backend auto")
-        ]
+        wanted = "torchgradx, torch, extension, CPU, CUDA kernels, device, backend auto"
+        assert names == wanted.split(", ")
     assert ("loaded" if ops.NATIVE else "not loaded") in facts
     assert f"CUDA kernels  {'compiled for ' if ops.CUDA else 'none: ' + ops.WHY_NOT_CUDA}" in facts
     assert importlib.metadata.version("torchgradx") in facts
 
-
-# Without the extension
 
 FALLBACK = """
 import torch, torchgradx
@@ -181,7 +172,6 @@ with torchgradx.attach(model) as probe:
 
 @pytest.fixture
 def uncompiled(tmp_path):
-    """A copy of the package as an installation without a compiler leaves it."""
     copy = tmp_path / "torchgradx"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_C.*", "_cuda.*", "__pycache__"))
     return copy
@@ -193,8 +183,6 @@ def test_without_the_extension_it_warns_once_and_works(uncompiled):
     assert run.stderr.count("RuntimeWarning") == 1, run.stderr
     assert "without its compiled extension" in run.stderr
 
-
-# Source distribution
 
 SDIST = """
 import sys
@@ -221,9 +209,6 @@ def test_the_sdist_is_complete_and_needs_no_torch(tmp_path):
     wanted |= {"pyproject.toml", "setup.py", "README.md", "LICENSE", "Makefile", "CHANGELOG.md"}
     wanted |= {"mkdocs.yml"}
     assert wanted - held == set()
-
-
-# The Makefile
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make here")
@@ -264,8 +249,6 @@ probe.loss_scale = torchgradx.token_weights(y)
 torchgradx.NoiseScale().update(probe)
 """
 FENCE = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
 # torch's own backward is untyped, and pages that annotated their functions would not read better.
 MYPY = ["-m", "mypy", "--strict", "--follow-imports=silent", "--config-file="]
 MYPY += ["--disable-error-code=no-untyped-call", "--disable-error-code=no-untyped-def"]
@@ -282,7 +265,6 @@ def test_results_have_the_types_that_their_arguments_ask_for_and_the_readme_is_t
     assert done.returncode == 0, done.stdout
 
 
-# ---- What is shown -------------------------------------------------------------------------------
 def test_a_probe_shows_what_it_holds_and_public_names_alone():
     model = mlp()
     probe = torchgradx.attach(model)

@@ -54,9 +54,7 @@ def test_every_page_is_there():
     assert listed == {page.name for page in PAGES[1:]}
 
 
-@pytest.mark.parametrize(
-    ("page", "index"), CASES, ids=lambda value: value.name if isinstance(value, Path) else value
-)
+@pytest.mark.parametrize(("page", "index"), CASES, ids=lambda value: getattr(value, "name", value))
 @pytest.mark.filterwarnings("ignore")  # of the trainers, on devices and workers
 def test_a_block_runs(page, index, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -97,7 +95,6 @@ def test_pages_that_are_read_first_are_short():
 
 
 def test_links_between_pages_lead_somewhere():
-    """Of the README and the pages, into the repository."""
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
@@ -126,7 +123,6 @@ def test_rank_digits_finds_the_flipped_labels(tmp_path):
     norms = [float(row["norm"]) for row in rows]
     assert norms == sorted(norms, reverse=True)
     assert all(bool(int(r["flipped"])) == (r["given"] != r["true"]) for r in rows)
-
     k = sum(int(row["flipped"]) for row in rows)
     found = sum(int(row["flipped"]) for row in rows[:k])
     assert k == 180
@@ -200,9 +196,7 @@ def test_a_transformers_layers_have_all_of_its_gradient(tmp_path):
     assert len(rows) == 30
     assert float(rows[-1]["loss"]) < 0.8 * float(rows[0]["loss"])
     for row in rows:  # of means: each part no larger than the whole, all of them no smaller
-        model, *parts = (
-            float(value) for name, value in row.items() if name not in ("step", "loss")
-        )
+        model, *parts = (float(row[name]) for name in row if name not in ("step", "loss"))
         assert max(parts) <= model <= sum(parts)
     assert summary.startswith("loss ")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from attach_oracle import Model, check
+from attach_models import Model
+from attach_oracle import check
 from backends import each_dtype
 from oracle import Linear, assert_sq_norms, case, linear_truth
 from processes import python
@@ -50,7 +51,6 @@ def test_layers_whose_algorithm_is_forced_run_the_kernels_too(algorithm):
 
 
 # The Gram of up to 128 rows: every remainder of a tile and of a vector, nothing beyond the rows
-
 POSITIONS = [2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129]
 WIDTHS = [(1, 3), (4, 2), (5, 8), (7, 15), (16, 17), (31, 32), (33, 64), (255, 256), (257, 600)]
 PROBLEMS = [Linear(2, t, *WIDTHS[k % len(WIDTHS)]) for k, t in enumerate(POSITIONS)] + [
@@ -59,7 +59,6 @@ PROBLEMS = [Linear(2, t, *WIDTHS[k % len(WIDTHS)]) for k, t in enumerate(POSITIO
 OPERANDS = ("integers", "gaussians")
 LESSER = {"AVX512": ("avx2", "default"), "AVX2": ("default",)}
 CAPABILITY = torch.backends.cpu.get_cpu_capability()
-
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "x".join(map(str, p)))
 
 

@@ -47,15 +47,11 @@ def test_repeated_weight_gradients_are_bitwise_equal(backend, count, threads):
 
 
 SHARED_OUT = [  # enough work for several threads, by samples or, with few of them, by features
-    Linear(1, 64, 130, 70),
-    Linear(7, 64, 130, 70),
-    Linear(64, 1, 300, 200),
-    Linear(40, 4, 130, 70),
-    Conv2d(1, 16, 24, (12, 12), (3, 3)),
-    Conv2d(7, 16, 24, (12, 12), (3, 3)),
+    Linear(1, 64, 130, 70), Linear(7, 64, 130, 70), Linear(64, 1, 300, 200), Linear(40, 4, 130, 70),
+    Conv2d(1, 16, 24, (12, 12), (3, 3)), Conv2d(7, 16, 24, (12, 12), (3, 3)),
     Conv2d(5, 32, 32, (16, 16), (3, 3), padding=(1, 1), groups=32),
     Conv2d(5, 16, 24, (12, 12), (1, 1)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.grid("backend")
@@ -78,17 +74,11 @@ def test_any_number_of_threads_is_right(backend, problem, count, threads):
 
 @pytest.mark.grid("backend")
 @each_way
-@pytest.mark.parametrize(
-    ("activation", "gradient"),
-    [
-        (2.0**-83, 2.0**33),  # 1e-25 by 1e+10: a Gram of the activations alone underflows
-        (2.0**33, 2.0**-83),
-        (2.0**70, 2.0**-70),  # 1e+21 by 1e-21: and overflows
-        (2.0**-70, 2.0**70),
-    ],
-)
+@pytest.mark.parametrize(("activation", "gradient"), [(-83, 33), (33, -83), (70, -70), (-70, 70)])
 def test_extreme_operands_give_the_norm_that_float32_can_hold(backend, way, activation, gradient):
-    """Both of them; test_affine_properties.py has gradients alone."""
+    """1e-25 by 1e+10: a Gram of the activations alone underflows; 1e+21 by 1e-21: and overflows.
+    Both of them; test_affine_properties.py has gradients alone."""
+    activation, gradient = 2.0**activation, 2.0**gradient
     a, b = operands(way)
     expected = norms(backend, way, a, b)[0].double() * (activation * gradient) ** 2
     actual = norms(backend, way, a * activation, b * gradient)[0].double()
@@ -160,9 +150,10 @@ def test_half_operands_accumulate_in_float32(backend):
             assert backend.norms(algorithm, a, b).tolist() == [[2051.0**2], [2051.0**2]]
 
 
-def test_large_half_operands_do_not_overflow(backend):
+@pytest.mark.parametrize("t", [4, 16])
+def test_large_half_operands_do_not_overflow(backend, t):
     """A float16 Gram of activations of 300 is infinite; the norm is not."""
-    a, b = to(backend, *torch.full((2, 1, 4, 8), 300.0, dtype=torch.float16))
+    a, b = to(backend, *torch.full((2, 1, t, 8), 300.0, dtype=torch.float16))
     for algorithm in ("gram", "direct", "fused"):
-        expected = 64 * (4 * 300.0**2) ** 2
+        expected = 64 * (t * 300.0**2) ** 2
         assert backend.norms(algorithm, a, b)[0].tolist() == [pytest.approx(expected, rel=1e-6)]

@@ -1,13 +1,15 @@
 """Each refusal is written once, is found by its first words, and is reported once."""
 
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, refusal, square
+from attach_models import Model, square
+from attach_steps import refusal
+from test_attach_graphs import overwriting
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -52,30 +54,21 @@ def test_a_sentence_ends_with_what_to_do(key):
     assert remedy[-1] not in ".:;,"
 
 
-def nothing_recorded(what, model, x, probe):
-    if what == "no_grad":
-        with torch.no_grad():
-            model(x)
-    elif what == "paused":
-        with probe.paused():
-            square(model, x)
-    elif what == "called_directly":
-        model.forward(x)
-    elif what == "no_backward":
-        torch.autograd.grad(square(model, x), model[0].weight)
-    elif what == "removed":
+def pause(model, x, probe):
+    with probe.paused():
         square(model, x)
-        probe.remove()
-    elif what == "reset":
-        square(model, x).backward()
-        probe.reset()
-    elif what == "frozen":
-        model.requires_grad_(False)
-        model(x)
 
 
-CAUSES = ["not_called", "no_grad", "paused", "called_directly", "no_backward", "removed", "reset",
-          "frozen"]  # fmt: skip
+CAUSES = {
+    "not_called": lambda *_: None,
+    "no_grad": lambda model, x, _: torch.no_grad()(model)(x),
+    "paused": pause,
+    "called_directly": lambda model, x, _: model.forward(x),
+    "no_backward": lambda model, x, _: torch.autograd.grad(square(model, x), model[0].weight),
+    "removed": lambda model, x, probe: (square(model, x), probe.remove()),
+    "reset": lambda model, x, probe: (square(model, x).backward(), probe.reset()),
+    "frozen": lambda model, x, _: model.requires_grad_(False)(x),
+}
 
 
 @pytest.mark.parametrize("backend", ["auto", "vmap"])
@@ -83,7 +76,7 @@ CAUSES = ["not_called", "no_grad", "paused", "called_directly", "no_backward", "
 def test_where_nothing_is_recorded_it_says_why(what, backend):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     with torchgradx.attach(model, backend=backend) as probe:
-        nothing_recorded(what, model, torch.randn(N, 3), probe)
+        CAUSES[what](model, torch.randn(N, 3), probe)
         error = refusal(probe, "nothing is recorded")
     assert str(error).startswith(sentence(what))
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -123,23 +116,17 @@ def test_what_mixes_below_batch_statistics_has_one_cause_with_its_module(frozen)
 
 
 # ---- Causes that few models give -----------------------------------------------------------------
-
-
 def replicas(model, probe):
     """As nn.DataParallel runs them, on the CPU."""
-    outputs = [None] * 2
 
-    def run(k, rows):
+    def run(rows):
         twin = model._replicate_for_data_parallel()
         for name, p in model._parameters.items():
             setattr(twin, name, p.clone())
-        outputs[k] = twin(rows)
+        return twin(rows)
 
-    threads = [threading.Thread(target=run, args=(k, torch.randn(N, 3))) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(run, torch.randn(2, N, 3)))
     torch.cat(outputs).square().sum().backward()
 
 
@@ -182,13 +169,6 @@ def with_tangents(model, probe):
         y = model(forward_ad.make_dual(x, torch.randn_like(x)))
         loss = forward_ad.unpack_dual(y).primal.square().flatten(1).sum(1).mean()
     loss.backward()
-
-
-def overwriting(m, x):
-    x = x * 1.0
-    y = m.a(x)
-    x.add_(5.0)
-    return m.b(torch.tanh(y))
 
 
 def with_a_frozen_weight():

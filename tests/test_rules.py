@@ -69,11 +69,6 @@ def test_a_subclass_that_computes_something_else_has_no_rule():
     replaced = nn.Linear(3, 2)
     replaced.forward = lambda x: torch.zeros(len(x), 2)
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
-    for module in (
-        Scaled(3, 2),
-        Padded(2, 2, 3),
-        replaced,
-        normed,
-        nn.Embedding(3, 2, scale_grad_by_freq=True),
-    ):
+    by_frequency = nn.Embedding(3, 2, scale_grad_by_freq=True)
+    for module in (Scaled(3, 2), Padded(2, 2, 3), replaced, normed, by_frequency):
         assert rule_of(module) is None

@@ -1,6 +1,5 @@
 """score(): a pool's scores, in the dataset's order, against a loop over its samples."""
 
-import gc
 import itertools
 import random
 import weakref
@@ -9,19 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, fingerprint, loop, per_model
+from attach_models import Model
+from attach_oracle import close, fingerprint, loop, per_model
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    StackDataset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, StackDataset, TensorDataset
 
 import torchgradx
 from torchgradx import scoring
@@ -46,19 +36,14 @@ def score(model, loader, loss_fn=F.cross_entropy, **options):
     return torchgradx.score(model, loss_fn, loader, progress=False, **options)
 
 
-def forever(n):
-    """Batches with replacement, of sizes that vary, without an end."""
-    return ([random.randrange(n) for _ in range(1 + k % 5)] for k in itertools.count())
-
-
 class Forever:
+    """Batches with replacement, of sizes that vary, without an end."""
+
     def __iter__(self):
-        return forever(N)
+        return ([random.randrange(N) for _ in range(1 + k % 5)] for k in itertools.count())
 
 
-class ByList(Dataset):
-    """Indexed by whole batches."""
-
+class ByList(torch.utils.data.Dataset):
     def __init__(self, data):
         self.data = data
 
@@ -79,8 +64,12 @@ LOADERS = {
     "shuffled": lambda d: DataLoader(d, 4, shuffle=True),
     "the last dropped": lambda d: DataLoader(d, 5, shuffle=True, drop_last=True),
     "one batch": lambda d: DataLoader(d, 100),
-    "a subset": lambda d: DataLoader(d, 4, sampler=SubsetRandomSampler([3, 1, 19])),
-    "drawn with weights": lambda d: DataLoader(d, 4, sampler=WeightedRandomSampler([1.0] * N, 50)),
+    "a subset": lambda d: DataLoader(
+        d, 4, sampler=torch.utils.data.SubsetRandomSampler([3, 1, 19])
+    ),
+    "drawn with weights": lambda d: DataLoader(
+        d, 4, sampler=torch.utils.data.WeightedRandomSampler([1.0] * N, 50)
+    ),
     "batches of one's own": lambda d: DataLoader(d, batch_sampler=[[5, 3, 3], [7], [20, 1, 0, 4]]),
     "batches forever": lambda d: DataLoader(d, batch_sampler=Forever()),
     "indexed by batches": whole_batches,
@@ -88,7 +77,6 @@ LOADERS = {
 }
 
 
-# ---- The scores ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
 def test_every_sample_is_scored_once_in_the_order_of_the_dataset(make):
     model, data = classifier(), pool()
@@ -228,11 +216,10 @@ def test_scores_are_of_the_eval_mode_unless_said_otherwise():
         score(model.train(), DataLoader(data, 4), eval_mode=False)
 
 
-def test_a_pool_is_attached_once_and_needs_the_memory_of_a_batch(monkeypatch):
+def test_a_pool_is_attached_once_and_needs_the_memory_of_a_batch(monkeypatch, no_collector):
     attached, alive, most = [], weakref.WeakSet(), []
-    monkeypatch.setattr(
-        scoring, "attach", lambda *a, **k: attached.append(1) or torchgradx.attach(*a, **k)
-    )
+    counted = lambda *a, **k: attached.append(1) or torchgradx.attach(*a, **k)  # noqa: E731
+    monkeypatch.setattr(scoring, "attach", counted)
 
     class Watched(nn.Module):
         def forward(self, x):
@@ -240,24 +227,15 @@ def test_a_pool_is_attached_once_and_needs_the_memory_of_a_batch(monkeypatch):
             most.append(len(alive))
             return x
 
-    gc.disable()
-    try:
-        score(nn.Sequential(Watched(), *classifier()), DataLoader(pool(200), 4))
-    finally:
-        gc.enable()
+    score(nn.Sequential(Watched(), *classifier()), DataLoader(pool(200), 4))
     assert len(attached) == 1
     assert len(most) == 50 + 2  # two samples alone: check="samples"
     assert max(most) <= 2, "batches stay alive"
 
 
-# ---- Refusals ------------------------------------------------------------------------------------
-class Stream(IterableDataset):
+class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(pool())
-
-
-def lossy(samples):
-    return torch.utils.data.default_collate(samples[:-1])
 
 
 def test_arguments_are_refused_by_name(tmp_path):
@@ -265,6 +243,7 @@ def test_arguments_are_refused_by_name(tmp_path):
     frozen, one_class = classifier().requires_grad_(False), nn.Linear(5, 1).double()
     two = ["norm", "loss"]
     loader = DataLoader(data, 4)
+    lossy = lambda samples: torch.utils.data.default_collate(samples[:-1])  # noqa: E731
     for kind, words, call in (
         (TypeError, "iterable", lambda: score(model, DataLoader(Stream(), 4))),
         (TypeError, "DataLoader; got list", lambda: score(model, [1])),

@@ -56,9 +56,6 @@ def interrupted(net, out, fails=17, **options):
         score(net, data, out=out, **options)
 
 
-# ---- Going on ------------------------------------------------------------------------------------
-
-
 def test_of_several_models_those_that_are_done_are_not_scored_again(tmp_path):
     out, nets = tmp_path / "scores.npz", [model(seed) for seed in range(3)]
     want = score(nets, pool())
@@ -245,9 +242,7 @@ def test_two_processes_do_not_write_one_file(tmp_path):
     score(net, pool(), out=out)
 
 
-# ---- The whole result ----------------------------------------------------------------------------
 def columns_of(path):
-    """{name: column} of a file of scores."""
     if path.suffix == ".npz":
         with np.load(path) as archive:
             return dict(archive)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, loop, per_model
+from attach_models import Model
+from attach_oracle import close, loop, per_model
 from test_score import C, N, classifier, entropy, pool, score
 from test_token_weights import token_mean
 from torch import nn
@@ -71,29 +72,24 @@ def test_several_kinds_are_had_from_one_pass(tmp_path):
     assert [float(row.split(",")[2]) for row in rows] == got["norm"].tolist()
     assert list(score(model, DataLoader(data, 4), kind=["loss"])) == ["loss"]
     soft = TensorDataset(data.tensors[0], F.one_hot(data.tensors[1], C).double())
-    torch.testing.assert_close(
-        torch.tensor(score(model, DataLoader(soft, 4), None, kind="el2n")), want["el2n"]
-    )
+    got = score(model, DataLoader(soft, 4), None, kind="el2n")
+    torch.testing.assert_close(torch.tensor(got), want["el2n"])
 
 
-class WithLoss(nn.Module):
-    """As models of transformers: an output with .loss and .logits, from labels among the inputs."""
+class Output(dict):
+    """As of transformers' models: with .loss and .logits, from labels among the inputs."""
 
-    class Output(dict):
-        __getattr__ = dict.__getitem__
+    __getattr__ = dict.__getitem__
 
-    def __init__(self):
-        super().__init__()
-        self.inner = classifier()
 
-    def forward(self, x, labels=None):
-        logits = self.inner(x)
-        loss = {} if labels is None else {"loss": F.cross_entropy(logits, labels)}
-        return self.Output(logits=logits, **loss)
+def with_loss(m, x, labels=None):
+    logits = m.inner(x)
+    loss = {} if labels is None else {"loss": F.cross_entropy(logits, labels)}
+    return Output(logits=logits, **loss)
 
 
 def test_a_models_own_loss_and_logits_do():
-    model, data = WithLoss().double(), pool()
+    model, data = Model(with_loss, inner=classifier()), pool()
     x, y = data.tensors
     loader = DataLoader(StackDataset(x=x, labels=y), 4)
     want = by_definition(model.inner, data)
@@ -103,9 +99,8 @@ def test_a_models_own_loss_and_logits_do():
         torch.testing.assert_close(torch.tensor(values), want[kind])
     close(torch.tensor(score(model, loader, None)), want["norm"])
     unlabelled = DataLoader(StackDataset(x=x), 4)
-    torch.testing.assert_close(
-        torch.tensor(score(model, unlabelled, None, kind="margin")), want["margin"]
-    )
+    got = score(model, unlabelled, None, kind="margin")
+    torch.testing.assert_close(torch.tensor(got), want["margin"])
     with pytest.raises(TypeError, match="loss_fn=None takes the loss"):
         score(model, unlabelled, None)
 
@@ -114,7 +109,6 @@ def test_token_means_are_scored_by_the_samples_own():
     model = nn.Sequential(nn.Embedding(7, 5), nn.Tanh(), nn.Linear(5, 7)).double()
     x, y = torch.randint(0, 7, (N, 6)), torch.randint(0, 7, (N, 6))
     y[torch.arange(6) >= torch.randint(1, 7, (N, 1))] = -100
-
     seen = []
 
     def split(batch):

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+import segment_models as models
 import torch
-from segment_models import GPT, WORDS, Convolving, D, ring
+from segment_models import WORDS, D, ring
 from test_score_files import columns_of
 from torch import nn
 from torch.nn import functional as F
@@ -13,16 +14,6 @@ import torchgradx
 
 LENGTHS = [[3, 4, 2], [5], [1, 6, 1, 1], [2, 2], [4, 4], [9], [2, 3, 4]]
 S = 9  # positions of a row
-
-
-def spread_row(lengths):
-    """Document ids of a row, padded with -1, and the positions in its documents."""
-    ids, at = torch.full((S,), -1), torch.zeros(S, dtype=torch.long)
-    start = 0
-    for k, length in enumerate(lengths):
-        ids[start : start + length], at[start : start + length] = k, torch.arange(length)
-        start += length
-    return ids, at
 
 
 class Corpus:
@@ -39,7 +30,7 @@ class Corpus:
 
     def __getitem__(self, index):
         self.read(index)
-        ids, at = spread_row(self.lengths[index])
+        ids, at = models.packed_row(self.lengths[index], S)
         return self.tokens[index], at, ids, self.targets[index]
 
     def documents(self):
@@ -73,7 +64,7 @@ def ids_of(args, kwargs):
 
 def gpt(seed=0):
     torch.manual_seed(seed)
-    return GPT(tied=False, layers=1).double()
+    return models.gpt(tied=False, layers=1).double()
 
 
 def score(model, data=None, batch=3, **options):
@@ -124,20 +115,13 @@ def test_of_chosen_items_alone():
         np.testing.assert_allclose(column, every[name][chosen], rtol=1e-12)
 
 
-# ---- Graphs --------------------------------------------------------------------------------------
 SIZES = [3, 5, 2, 4, 7, 2]
 
 
 def graphs():
-    generator = torch.Generator().manual_seed(5)
-    return [
-        (
-            torch.randn(size, D, generator=generator, dtype=torch.float64),
-            ring(size, 2, generator),
-            torch.randint(0, 3, (), generator=generator),
-        )
-        for size in SIZES
-    ]
+    g = torch.Generator().manual_seed(5)
+    return [(torch.randn(size, D, generator=g, dtype=torch.float64), ring(size, 2, g),
+             torch.randint(0, 3, (), generator=g)) for size in SIZES]  # fmt: skip
 
 
 def concatenated(samples):
@@ -151,12 +135,11 @@ def concatenated(samples):
 
 def test_concatenated_graphs_have_an_entry_for_each_item_and_kind():
     torch.manual_seed(0)
-    model, data = Convolving().double(), graphs()
+    model, data = models.convolving().double(), graphs()
     kinds = ["norm", "loss", "el2n", "margin", "entropy", "egl"]
     loader = DataLoader(data, 4, collate_fn=concatenated)
-    got = torchgradx.score(
-        model, F.cross_entropy, loader, kind=kinds, sample_ids=ids_of, progress=False
-    )
+    options = {"sample_ids": ids_of, "progress": False}
+    got = torchgradx.score(model, F.cross_entropy, loader, kind=kinds, **options)
     assert list(got) == ["item", "id", *kinds]
     assert got["item"].tolist() == list(range(len(SIZES)))
     assert not got["id"].any()
@@ -179,9 +162,6 @@ def test_concatenated_graphs_have_an_entry_for_each_item_and_kind():
             assert got[kind][k] == pytest.approx(float(value), rel=1e-8), (kind, k)
 
 
-# ---- Files ---------------------------------------------------------------------------------------
-
-
 def test_what_was_interrupted_in_the_second_model_goes_on_behind_its_finished_batches(tmp_path):
     out, reads, looked = tmp_path / "scores.csv", [], len(LENGTHS)  # the fingerprint reads all
 
@@ -201,10 +181,7 @@ def test_what_was_interrupted_in_the_second_model_goes_on_behind_its_finished_ba
         np.testing.assert_allclose(held[name], column, rtol=1e-9)
 
 
-# ---- Errors --------------------------------------------------------------------------------------
 def renumbered(rows):
-    """A collate function whose ids are these."""
-
     def collate(samples):
         tokens, at, _, (_, words) = packed(samples)
         ids = torch.tensor(rows).repeat_interleave(3, 1)[: len(tokens)]
@@ -219,9 +196,7 @@ def renumbered(rows):
 def test_samples_whose_item_is_not_clear_are_refused(rows):
     loader = DataLoader(Corpus([[3, 3, 3]] * 2), 2, collate_fn=renumbered(rows))
     with pytest.raises(ValueError, match="in a batch of 2 items, and does not show which item"):
-        torchgradx.score(
-            gpt(), lambda out, y: out.square().mean(), loader, sample_ids=ids_of, progress=False
-        )
+        torchgradx.score(gpt(), lambda out, y: out.square().mean(), loader, sample_ids=ids_of)
 
 
 def test_kinds_that_are_not_by_sample_are_refused():

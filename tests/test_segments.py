@@ -2,8 +2,11 @@
 
 import pytest
 import torch
-from attach_oracle import Model, a_few_modes, close_named, refusal
-from segment_models import CASES, D, DeepSet, spread
+from attach_models import Model
+from attach_modes import a_few_modes
+from attach_oracle import close_named
+from attach_steps import refusal
+from segment_models import CASES, D, deep_set, spread
 from torch import nn
 from torch.nn import functional as F
 
@@ -99,7 +102,7 @@ def test_autocast(name):
 
 
 def test_two_passes_and_no_row_of_a_sample():
-    model = DeepSet().to(DOUBLE)
+    model = deep_set().to(DOUBLE)
     with torchgradx.attach(model, sample_ids=ids_of, batch_size=3, loss_reduction="sum") as probe:
         for _ in range(2):
             b = torch.tensor([0, 2, 2, 0, 0])
@@ -112,7 +115,7 @@ def test_two_passes_and_no_row_of_a_sample():
 
 
 def test_rows_of_very_unequal_samples_are_not_padded():
-    model = DeepSet().to(DOUBLE)
+    model = deep_set().to(DOUBLE)
     largest = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -135,25 +138,19 @@ def test_rows_of_very_unequal_samples_are_not_padded():
         assert (probe.norms() > 0).all()
 
 
-# Refusals
-
-
 def joined(case):
     """By an edge between two graphs."""
     case.edges = torch.cat([case.edges, torch.tensor([[0], [4]])], 1)
 
 
 def seen(case):
-    """Documents see each other."""
     case.joins = True
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize(
-    ("name", "sizes", "spoil"), [("graphs", [4, 3, 5], joined), ("packed", [[4, 3, 5]], seen)]
-)
-def test_samples_that_meet_are_refused_in_every_step(name, sizes, spoil, first):
-    make, _ = CASES[name]
+@pytest.mark.parametrize(("name", "spoil"), [("graphs", joined), ("packed", seen)])
+def test_samples_that_meet_are_refused_in_every_step(name, spoil, first):
+    (make, _), sizes = CASES[name], [4, 3, 5] if name == "graphs" else [[4, 3, 5]]
     model = make().model().to(DOUBLE)
     with torchgradx.attach(model, sample_ids=ids_of) as probe:
         for meet in (first, not first, True, False):
@@ -203,7 +200,7 @@ def test_convolutions_over_packed_rows_are_refused_by_name():
 
 
 def test_what_sample_ids_returns():
-    model = DeepSet()
+    model = deep_set()
     x, b = torch.randn(5, D), torch.tensor([0, 0, 1, 1, 1])
     with pytest.raises(TypeError, match="sample_ids must be a callable"):
         torchgradx.attach(model, sample_ids=b)
@@ -223,16 +220,10 @@ def test_what_sample_ids_returns():
 
 
 # What reads their norms: grad_norms, verify, NoiseScale, explain()
-
-
 def drawn(name, sizes, seed=0):
     torch.manual_seed(seed)
     case = CASES[name][0]()
     return case.model().to(DOUBLE), case.draw(sizes, torch.Generator().manual_seed(seed))
-
-
-def token_mean(out, y):
-    return F.cross_entropy(out.flatten(0, 1), y)
 
 
 def of_tokens(name, rows):
@@ -241,6 +232,7 @@ def of_tokens(name, rows):
     weights = torchgradx.token_weights(torch.cat(case.y), sample_ids=case.ids.flatten())
     options = {"loss_reduction": "sum", "loss_scale": lambda args, kwargs: weights}
     inputs = {"tokens": case.x, "positions": case.at, "ids": case.ids}
+    token_mean = lambda out, y: F.cross_entropy(out.flatten(0, 1), y)  # noqa: E731
     return model, case, token_mean, inputs, torch.cat(case.y), options
 
 
@@ -250,10 +242,10 @@ def of_graphs(name, sizes):
     return model, case, F.cross_entropy, inputs, case.y, {}
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "sizes"),
-    [(of_graphs, "graphs", [3, 4, 2]), (of_tokens, "packed", [[3, 4, 2]])],
-)
+OF = [(of_graphs, "graphs", [3, 4, 2]), (of_tokens, "packed", [[3, 4, 2]])]
+
+
+@pytest.mark.parametrize(("make", "name", "sizes"), OF)
 def test_grad_norms_and_verify(make, name, sizes):
     model, case, loss, inputs, y, options = make(name, sizes)
     options["sample_ids"] = ids_of

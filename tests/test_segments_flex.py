@@ -6,7 +6,8 @@ torch refuses its backward on a CPU before it looks at the graph; all but the ke
 import pytest
 import torch
 import torch._functorch.config
-from attach_oracle import close_named, refusal
+from attach_oracle import close_named
+from attach_steps import refusal
 from segment_models import ROWS, WORDS, Packed
 from test_segments import DOUBLE, ids_of, loop, norms_of, step
 from torch import nn

@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 import torch
-from attach_oracle import close_named, refusal
+from attach_oracle import close_named
+from attach_steps import refusal
 from segment_models import CLASSES, SIZES, D, Graphs
 from test_segments import DOUBLE, joined, loop, norms_of, step
 from torch import nn

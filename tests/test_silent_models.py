@@ -12,17 +12,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import (
-    ANY,
-    Model,
-    attempt,
-    close_named,
-    loop,
-    mlp,
-    refusal,
-    square,
-    title,
-)
+from attach_models import Model, identity, mlp, square
+from attach_modes import ANY, title
+from attach_oracle import close_named, loop
+from attach_steps import attempt, refusal
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,18 +23,7 @@ import torchgradx
 
 EXACT, REFUSED, SILENT = "exact", "refused", "accepted, and not as alone"
 N, T = 6, 4
-
-
-class Same(torch.autograd.Function):
-    """A user's own: nothing sees through it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
+same = identity(lambda grad: grad)  # nothing sees through it
 
 
 def longest_first(x):
@@ -79,7 +61,6 @@ def largest_of_all(h):
 
 
 def chosen_by_experts(h):
-    """Each column takes half of the batch."""
     columns = []
     for column in h.unbind(1):
         values, at = column.topk(max(1, len(h) // 2))
@@ -135,16 +116,7 @@ def frozen_batch_norm(norm):
 def no_proof(function, again):
     """`function` below a reentrant checkpoint or a Function of the user's: nothing is proven."""
     return (lambda x: checkpoint(function, x, use_reentrant=True)) if again else (
-        lambda x: Same.apply(function(x)))  # fmt: skip
-
-
-def flipped_inside(again):
-    return Model(lambda m, x: no_proof(lambda h: m.b(torch.tanh(h.flip(0))), again)(m.i(x)),
-                 i=nn.Linear(3, 3), b=nn.Linear(3, 2))  # fmt: skip
-
-
-def apart_inside(again):
-    return Model(lambda m, x: no_proof(m.b, again)(m.i(x)), i=nn.Linear(3, 3), b=mlp())
+        lambda x: same(function(x)))  # fmt: skip
 
 
 def loss_alone(mixes):
@@ -172,15 +144,6 @@ def meeting(way, frozen):
     return Model(forward, r=nn.Linear(3, 2), frozen=nn.Linear(3, 2).requires_grad_(False))
 
 
-def given_a_neighbours_ids():
-    return Model(lambda m, ids: m.l(m.e(F.pad(ids, (0, 0, 1, -1)))).flatten(1),
-                 e=nn.Embedding(9, 3), l=nn.Linear(3, 2))  # fmt: skip
-
-
-def over_the_largest_count():
-    return Model(lambda m, x, k: m.l(x * (k / k.max())[:, None]), l=nn.Linear(3, 2))
-
-
 def between(way):
     return Model(lambda m, x: m.b(way(F.softplus(m.a(x)))), a=nn.Linear(4, 3), b=nn.Linear(3, 3))
 
@@ -203,8 +166,12 @@ for name, (way, verdict) in MEETINGS.items():
         add(f"meets {whose}: {name}", verdict, partial(meeting, way, frozen), X3)
 for name, (way, verdict) in BETWEEN.items():
     add(f"between: {name}", verdict, partial(between, way), X4)
-add("ids: padded and cut", SILENT, given_a_neighbours_ids, torch.randint(0, 9, (N, T)))
-add("a count over the largest", SILENT, over_the_largest_count, X3, torch.arange(1, N + 1))
+add("ids: padded and cut", SILENT, lambda: Model(
+    lambda m, ids: m.l(m.e(F.pad(ids, (0, 0, 1, -1)))).flatten(1), e=nn.Embedding(9, 3),
+    l=nn.Linear(3, 2)), torch.randint(0, 9, (N, T)))  # fmt: skip
+add("a count over the largest", SILENT, lambda: Model(
+    lambda m, x, k: m.l(x * (k / k.max())[:, None]), l=nn.Linear(3, 2)),
+    X3, torch.arange(1, N + 1))  # fmt: skip
 add("a queue that has this batch", SILENT, partial(with_queue, queue), X3)
 add("a buffer of its own rows", EXACT, partial(with_queue, own_rows), X3)
 for name, norm in {"": nn.BatchNorm1d(3), " without weights": nn.BatchNorm1d(3, affine=False),
@@ -213,8 +180,11 @@ for name, norm in {"": nn.BatchNorm1d(3), " without weights": nn.BatchNorm1d(3, 
         torch.randn(N, T, 5))  # fmt: skip
 for again in (False, True):
     where = "a reentrant checkpoint" if again else "a Function of the user's"
-    add(f"{where}: flipped", SILENT, partial(flipped_inside, again), X3)
-    add(f"{where}: apart", EXACT, partial(apart_inside, again), X3)
+    add(f"{where}: flipped", SILENT, lambda again=again: Model(
+        lambda m, x: no_proof(lambda h: m.b(torch.tanh(h.flip(0))), again)(m.i(x)),
+        i=nn.Linear(3, 3), b=nn.Linear(3, 2)), X3)  # fmt: skip
+    add(f"{where}: apart", EXACT, lambda again=again: Model(
+        lambda m, x: no_proof(m.b, again)(m.i(x)), i=nn.Linear(3, 3), b=mlp()), X3)  # fmt: skip
 add("a loss alone", EXACT, partial(loss_alone, False), X3, loss=as_returned)
 add("a loss alone, mixed", SILENT, partial(loss_alone, True), X3, loss=as_returned)
 

@@ -10,8 +10,10 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import DEVICE as NAME
-from attach_oracle import Model, exact_step, loop, refusal, rms_norm, square
+from attach_models import DEVICE as NAME
+from attach_models import Model, rms_norm, square
+from attach_oracle import loop
+from attach_steps import exact_step, refusal
 from counters import Counter
 from test_experts import WAYS as WAYS_OF_EXPERTS
 from test_experts import mixture
@@ -157,21 +159,18 @@ def counted(allowed=0):
         assert counter.counts.total() <= allowed, counter.counts
 
 
-class Block(nn.Module):
-    """A transformer-like model with every way that parameters are served."""
+def block(m, ids):
+    x = m.table(ids) + m.positions
+    x = x + m.gamma * m.down(torch.tanh(m.up(m.norm(x))))
+    return m.head(m.own(x))
 
-    def __init__(self):
-        super().__init__()
-        self.table, self.positions = nn.Embedding(V, D), nn.Parameter(torch.randn(T, D))
-        self.norm, self.own = nn.LayerNorm(D), rms_norm(D)
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-        self.gamma = nn.Parameter(torch.rand(D))
-        self.head = nn.Linear(D, V, bias=False)
 
-    def forward(self, ids):
-        x = self.table(ids) + self.positions
-        x = x + self.gamma * self.down(torch.tanh(self.up(self.norm(x))))
-        return self.head(self.own(x))
+def transformer():
+    """With every way that parameters are served."""
+    return Model(block, table=nn.Embedding(V, D), positions=torch.randn(T, D),
+                 norm=nn.LayerNorm(D), own=rms_norm(D), up=nn.Linear(D, 2 * D),
+                 down=nn.Linear(2 * D, D), gamma=torch.rand(D),
+                 head=nn.Linear(D, V, bias=False))  # fmt: skip
 
 
 def loss_of(model, ids):
@@ -205,7 +204,7 @@ def test_a_steady_step_waits_for_nothing(way, monkeypatch):
     monkeypatch.setattr(modes, "_off", contextlib.nullcontext)  # the counter hears ours too
     options, reads, allowed = WAYS[way]
     torch.manual_seed(0)
-    model = Block().to(DEVICE)
+    model = transformer().to(DEVICE)
     ids = torch.randint(0, V, (N, T), device=DEVICE)
     with torchgradx.attach(model, **{"loss_reduction": "mean", **options}) as probe:
         for _ in range(3):  # the first prove where the samples are

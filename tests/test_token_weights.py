@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, loop_model
+from attach_models import Model
+from attach_oracle import close, loop_model
 from clip_oracle import gradients
 from torch import nn
 
@@ -37,7 +38,6 @@ def own_mean(net, x, y):
     return F.cross_entropy(net(x).mT, y, reduction="sum") / (y != -100).sum().clamp(min=1)
 
 
-# ---- The weights ---------------------------------------------------------------------------------
 def test_weights_are_shares_of_the_counted_targets():
     _, y = batch()
     assert token_weights(y).tolist() == pytest.approx([5 / 10, 2 / 10, 0, 3 / 10])
@@ -118,7 +118,6 @@ def test_a_scale_that_is_none_is_refused(scale):
             probe._model()(torch.ones(3, 2))
 
 
-# ---- The warning ---------------------------------------------------------------------------------
 def warned(net, steps, loss, read=lambda probe: probe.norms(), **options):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_oracle import Model, close, close_named, fingerprint, loop, per_model, per_module
+from attach_models import Model
+from attach_oracle import close, close_named, fingerprint, loop, per_model, per_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,16 +30,6 @@ def entropy(model, *batch):
     return F.cross_entropy(model(*inputs), y)
 
 
-def two_inputs():
-    return Model(lambda m, left, right: m.head(torch.tanh(m.a(left) * m.b(right))),
-                 a=nn.Linear(3, 4), b=nn.Linear(2, 4), head=nn.Linear(4, 5))  # fmt: skip
-
-
-def pack(kind, left, right):
-    return (left, right) if kind == "tuple" else {"right": right, "left": left}
-
-
-# ---- grad_norms ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_grad_norms_gives_every_samples_norm_and_the_parts_of_it(dtype):
     model, (x, y) = classifier().to(dtype), samples()
@@ -55,10 +46,12 @@ def test_grad_norms_gives_every_samples_norm_and_the_parts_of_it(dtype):
 
 @pytest.mark.parametrize("kind", ["tuple", "dict"])
 def test_inputs_may_be_a_tuple_or_a_dictionary(kind):
-    model, y = two_inputs().double(), torch.randint(0, 5, (N,))
+    model = Model(lambda m, left, right: m.head(torch.tanh(m.a(left) * m.b(right))),
+                  a=nn.Linear(3, 4), b=nn.Linear(2, 4), head=nn.Linear(4, 5)).double()  # fmt: skip
+    y = torch.randint(0, 5, (N,))
     left, right = torch.randn(N, 3).double(), torch.randn(N, 2).double()
     want = per_model(loop(model, entropy, left, right, y))
-    inputs = pack(kind, left, right)
+    inputs = (left, right) if kind == "tuple" else {"right": right, "left": left}
     close(torchgradx.grad_norms(model, F.cross_entropy, inputs, y), want)
     assert str(torchgradx.verify(model, F.cross_entropy, inputs, y))
 
@@ -67,16 +60,14 @@ def padded(model, x, y):  # a mean over tokens, of which samples have more or fe
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=4)
 
 
-@pytest.mark.parametrize(
-    "kind", ["padded tokens", "class weights", "smoothed", "a part of the loss"]
-)
+@pytest.mark.parametrize("kind", ["padded tokens", "class weights", "smoothed", "a part of it"])
 def test_a_mean_over_what_counts_is_refused_where_samples_count_differently(kind):
     x, y = torch.randn(N, 7, 3), torch.randint(0, 4, (N, 7))
     model = nn.Linear(3, 5).double()
     weight = torch.tensor([1.0, 2, 3, 1, 1]).double()
     options = {"weight": weight} if kind == "class weights" else {"ignore_index": 4}
     options |= {"label_smoothing": 0.1} if kind == "smoothed" else {}
-    factor, more = (2.0, 1.0) if kind == "a part of the loss" else (1.0, 0.0)
+    factor, more = (2.0, 1.0) if kind == "a part of it" else (1.0, 0.0)
 
     def loss_fn(out, y, **how):
         how = options | how
@@ -147,9 +138,6 @@ def test_nothing_is_left_behind(call, training, fails):
     torchgradx.attach(model).remove()  # nothing holds it
 
 
-# ---- verify --------------------------------------------------------------------------------------
-
-
 LOSSES = {
     "in-batch negatives": lambda out, _: F.cross_entropy(out @ out.T, torch.arange(len(out))),
     "a ranking": lambda out, _: F.softplus(3 * (out[:, None, 0] - out[None, :, 1])).mean(),
@@ -212,9 +200,8 @@ def test_arguments_that_mean_nothing_are_refused_by_name(rtol):
 def test_dropout_that_is_on_is_named():
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2), nn.Dropout(0.0))
     model.append(nn.Sequential(nn.Dropout(0.1)))
-    with pytest.raises(
-        torchgradx.VerificationError, match=r"Dropout is on in 1, 4\.0: say model\.eval"
-    ):
+    words = r"Dropout is on in 1, 4\.0: say model\.eval"
+    with pytest.raises(torchgradx.VerificationError, match=words):
         torchgradx.verify(model, F.mse_loss, torch.randn(4, 3), torch.randn(4, 2))
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from attach_oracle import mlp, square
+from attach_models import mlp, square
 from torch.utils.data import DataLoader
 
 import torchgradx
@@ -15,8 +15,6 @@ from torchgradx import ImportanceSampler, IndexedDataset, OutlierWatch
 
 
 class Written:
-    """A SummaryWriter that remembers."""
-
     def __init__(self):
         self.scalars = []
 
@@ -25,7 +23,6 @@ class Written:
 
 
 def spiky(steps, size=8):
-    """Norms that drift, some of them far out."""
     norms = torch.rand(steps, size, dtype=torch.float64) * torch.linspace(1, 3, steps)[:, None] + 1
     norms[torch.rand(steps, size) < 0.03] *= 20
     return norms
@@ -114,7 +111,6 @@ def test_watch_and_sampler_read_a_probe():
     torch.testing.assert_close(sampler.probabilities(), want)
 
 
-# ---- ImportanceSampler ---------------------------------------------------------------------------
 N = 12
 NORMS = torch.tensor([0.0, 0.01, 0.1, 0.5, 1, 1, 1, 2, 3, 5, 8, 20], dtype=torch.float64)
 
@@ -171,9 +167,6 @@ def test_what_is_not_known_counts_as_the_mean():
     sampler.update(torch.tensor([0, 1]), torch.zeros(2))
     next(iter(sampler))
     assert sampler.probabilities().tolist() == [0.25] * 4, "nothing but zeros"
-
-
-# ---- Checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -50,7 +50,6 @@ def only_here(rank, error, words):
     return pytest.raises(error if mine else RuntimeError, match=words if mine else "another rank")
 
 
-# ---- score ---------------------------------------------------------------------------------------
 def a_shard_each(n, sampled, folder):
     data = pool(n)
     sampler = DistributedSampler(data, shuffle=True) if sampled else None
@@ -156,7 +155,6 @@ def an_error_on_one_rank_before_they_meet(folder):
     assert len(score(net(), loader)) == N
 
 
-# ---- NoiseScale ----------------------------------------------------------------------------------
 def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
     """Of unequal batches on two ranks: that of one process which weights them as DDP does."""
     single, model = net(), net()

@@ -3,16 +3,18 @@ against the loop over them. Run by test_two_processes.py, once for all."""
 
 import contextlib
 import datetime
-import functools
 import os
 import traceback
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from attach_oracle import close_named, joined, loop, refusal, square
+from attach_models import Model, square
+from attach_oracle import close_named, joined, loop
+from attach_steps import refusal
 from clip_oracle import bounded, gradients, norms_of, same, weighted
 from counters import Counter
 from torch import nn
@@ -31,41 +33,25 @@ MODES = {
 }  # fmt: skip
 
 
-# ---- The model -----------------------------------------------------------------------------------
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+def block():
+    return Model(lambda m, x: x + m.down(torch.tanh(m.up(m.norm(x)))), norm=nn.LayerNorm(4),
+                 up=nn.Linear(4, 8), down=nn.Linear(8, 4))  # fmt: skip
 
 
-class Net(nn.Module):
+def net(reentrant=None, extra=False):
     """Blocks, checkpointed or not; `extra`: a GRU (two outputs) and a parameter of the root's."""
 
-    def __init__(self, reentrant=None, extra=False):
-        super().__init__()
-        self.reentrant = reentrant
-        self.into, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.blocks = nn.ModuleList([Block(4), Block(4)])
-        self.gru = nn.GRU(4, 4, batch_first=True) if extra else None
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4)) if extra else None
+    def forward(m, x):
+        x = torch.tanh(m.into(x))
+        for block in m.blocks:
+            x = block(x) if reentrant is None else checkpoint(block, x, use_reentrant=reentrant)
+        return m.out(m.gru(x)[0] * m.scale if extra else x)
 
-    def forward(self, x):
-        x = torch.tanh(self.into(x))
-        for block in self.blocks:
-            kind = self.reentrant
-            x = block(x) if kind is None else checkpoint(block, x, use_reentrant=kind)
-        if self.gru is not None:
-            x = self.gru(x)[0] * self.scale
-        return self.out(x)
-
-
-def net(**kinds):
     torch.manual_seed(0)
-    return Net(**kinds).double()
+    gru, scale = nn.GRU(4, 4, batch_first=True), torch.linspace(0.5, 1.5, 4)
+    return Model(forward, into=nn.Linear(3, 4), out=nn.Linear(4, 2),
+                 blocks=nn.ModuleList([block(), block()]),
+                 **({"gru": gru, "scale": scale} if extra else {})).double()  # fmt: skip
 
 
 def samples(step, n=N, t=T, rank=None):
@@ -87,10 +73,6 @@ def sharded(**options):
         return model
 
     return wrap
-
-
-def sharded_root(model):
-    return fully_shard(model, reshard_after_forward=True) or model
 
 
 def split(model):
@@ -186,20 +168,11 @@ def half_precision(options):
     close_named(got, loop(single, square, x), 24 * 2**-8)
 
 
-class Skips(nn.Module):
-    """Uses a layer where there are three samples or more: on rank 0."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.a(x) if len(x) < 3 else self.b(self.a(x))
-
-
 def skips():
+    """Uses a layer where there are three samples or more: on rank 0."""
     torch.manual_seed(0)
-    return Skips().double()
+    return Model(lambda m, x: m.a(x) if len(x) < 3 else m.b(m.a(x)),
+                 a=nn.Linear(3, 3), b=nn.Linear(3, 3)).double()  # fmt: skip
 
 
 def clipping(make, wrap, where, options, bound=0.5):
@@ -262,24 +235,19 @@ def a_sharded_layer_is_left_as_it_was():
             fully_shard(m.into)
             sharded()(m)
         square(model, samples(0)).backward()
-    assert [k.__name__ for k in type(model.into).__mro__] == [
-        k.__name__ for k in type(twin.into).__mro__
-    ]
+    ours, plain = ([k.__name__ for k in type(m.into).__mro__] for m in (model, twin))
+    assert ours == plain
     square(model, samples(0)).backward()
 
 
-# ---- The table -----------------------------------------------------------------------------------
-def _table(rank):
-    """{name: (what to run, *its arguments)}"""
+def scenarios(rank, folder):
     table = {}
 
     def add(name, wrap, where=("before",), modes=tuple(MODES), make=net, **how):
         for place in where:
             for mode in modes:
-                table[f"{name}, {place}, {mode}"] = (steps, make, wrap, place, MODES[mode], how)
-
-    def kind(**kinds):
-        return lambda: net(**kinds)
+                run = partial(steps, make, wrap, place, MODES[mode], **how)
+                table[f"{name}, {place}, {mode}"] = run
 
     inside_or_out = ("before", "inside", "outside")
     few = ("fused", "vmap")
@@ -290,54 +258,45 @@ def _table(rank):
     add("DDP, buckets as views", ddp(gradient_as_bucket_view=True, bucket_cap_mb=1e-4),
         ("outside",), few)  # fmt: skip
     add("DDP, checkpointed", ddp(), ("before", "outside"), ("fused", "beside"),
-        kind(reentrant=False))  # fmt: skip
+        partial(net, reentrant=False))  # fmt: skip
     add("DDP, checkpointed reentrantly", ddp(static_graph=True), ("inside", "outside"),
-        ("fused", "beside"), kind(reentrant=True))  # fmt: skip
-    add("DDP, recurrent", ddp(), ("before", "outside"), ("fused",), kind(extra=True))
+        ("fused", "beside"), partial(net, reentrant=True))  # fmt: skip
+    add("DDP, recurrent", ddp(), ("before", "outside"), ("fused",), partial(net, extra=True))
     add("FSDP", sharded(), ("before", "inside"), counted=True)
-    add("FSDP, recurrent", sharded(), ("before", "inside"), few, kind(extra=True),
+    add("FSDP, recurrent", sharded(), ("before", "inside"), few, partial(net, extra=True),
         shapes=((5, T),) * 2)  # fmt: skip
     # What the root multiplies is as wide as there are samples, and it cannot be run again.
-    add("FSDP, recurrent, as many features", sharded(), ("before", "inside"), few, kind(extra=True),
-        refused=["scale"])  # fmt: skip
+    add("FSDP, recurrent, as many features", sharded(), ("before", "inside"), few,
+        partial(net, extra=True), refused=["scale"])  # fmt: skip
     unequal = [[(4, 5), (1, 5)], [(3, 5), (4, 5)], [(5, 5), (4, 3)]]
     shapes = [by_rank[rank] for by_rank in unequal]
     add("DDP, unequal batches", ddp(), ("inside", "outside"), few, shapes=shapes)
     # Where sizes leave a doubt (5 samples of 5 positions) a proof would have to gather.
-    shapes = shapes[:2]
-    for name, wrap in (("FSDP", sharded()), ("FSDP of the root", sharded_root)):
+    shapes, root = shapes[:2], lambda model: fully_shard(model, reshard_after_forward=True) or model
+    for name, wrap in (("FSDP", sharded()), ("FSDP of the root", root)):
         add(f"{name}, unequal batches", wrap, ("before", "inside"), few, shapes=shapes,
             counted=True)  # fmt: skip
     names = [name for name, _ in net().named_parameters()]
     add("tensor parallel", split, ("before",), refused=names)
     add("tensor parallel", split, ("inside",), few, refused=names)
     for mode, options in MODES.items():
-        table[f"accumulation, {mode}"] = (accumulation, options)
-        table[f"FSDP in half precision, {mode}"] = (half_precision, options)
+        table[f"accumulation, {mode}"] = partial(accumulation, options)
+        table[f"FSDP in half precision, {mode}"] = partial(half_precision, options)
     views = ddp(gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
-    for where in inside_or_out:
-        for mode in (*few, "norms"):
-            table[f"clipping, {where}, {mode}"] = (clipping, net, ddp(), where, MODES[mode])
-    table["clipping, buckets as views"] = (clipping, net, views, "outside", {})
     unused = ddp(find_unused_parameters=True)
-    table["clipping, a layer of one rank"] = (clipping, skips, unused, "outside", {})
-    table["clipping, buckets as views, norms"] = (clipping, net, views, "outside", MODES["norms"])
-    table["clipping, a layer of one rank, norms"] = (
-        clipping, skips, unused, "outside", MODES["norms"]
-    )  # fmt: skip
-    table["clipping, sharded"] = (sharded_gradients_are_not_clipped,)
-    table["flat parameters"] = (flat_parameters,)
-    table["a sharded layer"] = (a_sharded_layer_is_left_as_it_was,)
+    for mode in (*few, "norms"):
+        for where in inside_or_out:
+            run = partial(clipping, net, ddp(), where, MODES[mode])
+            table[f"clipping, {where}, {mode}"] = run
+        if mode != "vmap":
+            run = partial(clipping, net, views, "outside", MODES[mode])
+            table[f"clipping, buckets as views, {mode}"] = run
+            run = partial(clipping, skips, unused, "outside", MODES[mode])
+            table[f"clipping, a layer of one rank, {mode}"] = run
+    table["clipping, sharded"] = sharded_gradients_are_not_clipped
+    table["flat parameters"] = flat_parameters
+    table["a sharded layer"] = a_sharded_layer_is_left_as_it_was
     return table
-
-
-def scenarios(rank, folder):
-    return {name: _bound(*entry) for name, entry in _table(rank).items()}
-
-
-def _bound(run, *arguments):
-    how = arguments[-1] if run is steps else {}
-    return functools.partial(run, *(arguments[:-1] if run is steps else arguments), **how)
 
 
 def _work(rank, table, folder):

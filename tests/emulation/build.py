@@ -22,7 +22,6 @@ HERE = Path(__file__).parent
 CACHE = ROOT / "build/emulation"
 RUNTIME = sorted(HERE.glob("*.cpp"))
 KERNELS = ROOT / "csrc/cuda"
-
 COMMON = ("-fPIC", "-O2", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-ffp-contract=off")
 # The compiler's instrumentation alone: linked without libtsan and libubsan, whose hooks checker.cpp
 # has. Hence compiled and linked apart.

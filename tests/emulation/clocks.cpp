@@ -52,23 +52,6 @@ void order(size_t first, size_t count) {
 
 }  // namespace
 
-void order_warp(size_t warp) {
-  if (mine().rows.empty()) return;
-  order(warp * 32, 32);
-  Vector& now = mine().syncs[number_of(running.slot, warp * 32) / 32][current().warp_epochs[warp]];
-  for (size_t t = warp * 32; t < warp * 32 + 32; ++t) now.push_back(row(t)[index(int(t), running.slot)]);
-}
-
-void order_cluster() {
-  if (mine().rows.empty()) return;
-  Vector together = mine().rows[0];
-  for (const Vector& row : mine().rows) merge(together, row);
-  for (size_t i = 0; i < mine().rows.size(); ++i) {
-    const size_t slot = i / mine().threads, thread = i % mine().threads;
-    mine().rows[i] = together, ++mine().rows[i][index(int(thread), int(slot))];
-  }
-}
-
 void begin(size_t slot, size_t threads) {
   if (slot % cluster_size()) return;
   const size_t cluster = slot / cluster_size();
@@ -147,16 +130,27 @@ bool fenced(int writer, uint32_t fences_before, size_t thread) {
 
 }  // namespace clocks
 
-void order_cluster() {
-  clocks::order_cluster();
-}
+using namespace clocks;
 
 void order_block() {
-  clocks::order(0, current().threads.size());
+  order(0, current().threads.size());
 }
 
 void order_warp(size_t warp) {
-  clocks::order_warp(warp);
+  if (mine().rows.empty()) return;
+  order(warp * 32, 32);
+  Vector& now = mine().syncs[number_of(running.slot, warp * 32) / 32][current().warp_epochs[warp]];
+  for (size_t t = warp * 32; t < warp * 32 + 32; ++t) now.push_back(row(t)[index(int(t), running.slot)]);
+}
+
+void order_cluster() {
+  if (mine().rows.empty()) return;
+  Vector together = mine().rows[0];
+  for (const Vector& row : mine().rows) merge(together, row);
+  for (size_t i = 0; i < mine().rows.size(); ++i) {
+    const size_t slot = i / mine().threads, thread = i % mine().threads;
+    mine().rows[i] = together, ++mine().rows[i][index(int(thread), int(slot))];
+  }
 }
 
 }  // namespace cuda_emulation

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <string>
 
 extern "C" {
@@ -64,25 +65,18 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  switch (attribute) {
-    case cudaDevAttrMultiProcessorCount:
-      *value = multiprocessors;
-      return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = int(cuda_emulation::most_shared_bytes());
-      return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = int(cuda_emulation::most_shared_bytes()) + 1024;
-      return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = cuda_emulation_sm90 ? 9 : 8;
-      return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
-      return cudaSuccess;
-    default:
-      return cudaErrorInvalidValue;
-  }
+  const int shared = int(cuda_emulation::most_shared_bytes());
+  const std::map<cudaDeviceAttr, int> values = {
+      {cudaDevAttrMultiProcessorCount, multiprocessors},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, shared},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, shared + 1024},
+      {cudaDevAttrComputeCapabilityMajor, cuda_emulation_sm90 ? 9 : 8},
+      {cudaDevAttrComputeCapabilityMinor, 0},
+  };
+  const auto found = values.find(attribute);
+  if (found == values.end()) return cudaErrorInvalidValue;
+  *value = found->second;
+  return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
   return cudaSuccess;

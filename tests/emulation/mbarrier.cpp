@@ -1,6 +1,6 @@
 // Barriers that count arrivals and bytes (mbarrier). What a barrier knows lies beside the 8 bytes of shared memory that
 // stand for it, which nobody else may touch.
-#include "mbarrier.h"
+#include "hopper.h"
 
 #include <map>
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,8 +36,7 @@ MUTANTS = [
     *planted_in("pipeline.cuh", "gram", "float32", [
         ("ring: barrier dropped, float32", "__syncthreads();  // this slot", ";  // this slot")]),
     *planted_in("pipeline.cuh", "direct", "float32", [
-        ("ring: waits for one group too few", "cp_async_wait<kStages - 2>",
-         "cp_async_wait<kStages - 1>")]),
+        ("ring: waits a group early", "cp_async_wait<kStages - 2>", "cp_async_wait<kStages - 1>")]),
     *planted_in("pipeline.cuh", "direct", "float64", [
         ("ring: fills the slot in use", "slot ? slot - 1 : kStages - 1", "slot")]),
     # Staging
@@ -45,8 +45,7 @@ MUTANTS = [
         ("staging: the tail of a sample is taken for whole", "k_extent - k0 >= kK && mn_left(0)",
          "mn_left(0)")]),
     *planted_in("tile.cuh", "direct", "float32", [
-        ("staging: elements past the end are read", "k_valid && mn_left(mn) > 0 && from",
-         "k_valid && from")]),
+        ("staging: reads past the end", "k_valid && mn_left(mn) > 0 && from", "k_valid && from")]),
     *planted_in("tile.cuh", "gram", "bfloat16", [
         ("staging: tail of a chunk is not masked", "min(max(inner_left, 0), kVector)", "kVector"),
         ("staging: the last tile is taken for whole", "&& mn_left(0) >= kMn && kHas", "&& kHas"),
@@ -75,12 +74,10 @@ MUTANTS = [
     *planted_in("product.cuh", "gram", "tf32", [
         ("tf32: operand not rounded", "b[j][half] = to_tf32(", "b[j][half] = __float_as_uint(")]),
     *planted_in("product.cuh", "direct", "float32", [
-        ("simt: depth off by one", "for (int k = 0; k < kK; ++k)",
-         "for (int k = 0; k < kK - 1; ++k)")]),
+        ("simt: depth off 1", "for (int k = 0; k < kK; ++k)", "for (int k = 0; k < kK - 1; ++k)")]),
     # Direct and fused
     *planted_in("direct.cuh", "direct", "float32", [
-        ("fused: scale forgotten", "+= scale * product_.acc[group][r]",
-         "+= product_.acc[group][r]"),
+        ("fused: no scale", "+= scale * product_.acc[group][r]", "+= product_.acc[group][r]"),
         ("fused: scale of the first sample for all", "a_.scale[n]", "a_.scale[0]"),
         ("direct: one row too many is written", "row >= rows_left()", "row > rows_left()"),
         ("direct: the mask is read the wrong way round", "!a_.mask[n]", "a_.mask[n]")]),
@@ -89,8 +86,7 @@ MUTANTS = [
     *planted_in("direct.cuh", "direct", "float64", [
         ("direct: a sample runs into the next", "    product_.clear();\n  }\n", "  }\n")]),
     *planted_in("direct.cuh", "direct", "float32", "conv2d", [
-        ("direct: groups write over each other", "int64_t(group_) * a_.grads.features + tile_o_",
-         "tile_o_")]),
+        ("direct: groups overlap", "int64_t(group_) * a_.grads.features + tile_o_", "tile_o_")]),
     *planted_in("direct.cu", "direct", "float32", [
         ("direct: shared memory too small", "DirectBlock<Product, Loader, true>::kSharedBytes",
          "DirectBlock<Product, Loader, true>::kSharedBytes - 512")]),
@@ -100,8 +96,7 @@ MUTANTS = [
         ("gram: one side of a pair for both", "(side ? tiles_.t : tiles_.s)", "tiles_.s"),
         ("gram: barrier before the squares dropped", f"{BARRIER}\n    const bool mine",
          f"{DROPPED}\n    const bool mine"),
-        ("gram: magnitude forgets the sign", "magnitude[r] += fabs(term)",
-         "magnitude[r] += term")]),
+        ("gram: magnitude with a sign", "magnitude[r] += fabs(term)", "magnitude[r] += term")]),
     *planted_in("gram.cu", "gram", "float32", [
         ("gram: cancellation not noticed", "kCancelled = 1e-4", "kCancelled = 1e-12")]),
     # Row sums
@@ -114,8 +109,7 @@ MUTANTS = [
     *planted_in("rowwise.cu", "rowwise", "bfloat16", [
         ("bias: of four neighbours the first", "widen(read.values[j])", "widen(read.values[0])")]),
     *planted_in("rowwise.cu", "rowwise", "float32", "affine", [
-        ("row sums: weight of the first row for all", "weights[each.divide(int(r))] :",
-         "weights[0] :")]),
+        ("row sums: the first row's weight", "weights[each.divide(int(r))] :", "weights[0] :")]),
     *planted_in("rowwise.cu", "rowwise", "float64", [
         ("partials: every other is left out", "part < parts; part += blockDim.x",
          "part < parts; part += 2 * blockDim.x")]),
@@ -180,9 +174,7 @@ MUTANTS = [
         ("gather: a warp within one run forgets it",
          "  if (!begun) heads[warp][lane] = sum;\n  tails", "  heads[warp][lane] = 0;\n  tails")]),
 ]  # fmt: skip
-
 MUTANTS += mutants_planes.MUTANTS + mutants_sm90.MUTANTS + mutants_sweep.MUTANTS
-
 ZEROS = {"bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double", "tf32": "float"}
 
 
@@ -250,8 +242,15 @@ def _examine(to: Connection, library: Path, arithmetic: str, layer: str) -> None
 
 def battery(arithmetic: str, layer: str) -> None:
     """Raises what the tests would, of the operators in TORCHGRADX_EMULATED."""
+    import test_affine as moments
+    import test_dropped_samples as dropped
     import test_emulated as tests
+    import test_emulated_elementwise as elementwise
+    import test_emulated_planes as planes
+    import test_emulated_segments as segments
+    import test_emulated_sm90 as hopper
     import test_properties as properties
+    import test_turned as turned
     import torch
     from backends import BACKENDS
 
@@ -260,67 +259,44 @@ def battery(arithmetic: str, layer: str) -> None:
     tf32 = arithmetic == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = tf32
     dtype = torch.float32 if tf32 else getattr(torch, arithmetic)
-    if layer in ("hopper", "clusters"):
-        import test_emulated_sm90 as hopper
-
-        hopper.battery() if layer == "hopper" else hopper.clusters()
-        return
-    if layer == "segments":
-        import test_emulated_segments as segments
-
-        segments.battery()
-        return
-    if layer == "affine":
-        import test_affine as moments
-        import test_emulated_elementwise as elementwise
-
-        for affine in elementwise.PROBLEMS:
-            elementwise.assert_right(affine, dtype, "gaussians")
-            moments.test_moments_are_those_of_the_layers(emulated, affine, True, dtype)
-        moments.test_moments_of_a_small_variance_about_a_large_mean(emulated)
-        return
-    if layer == "turned":
-        import test_turned as turned
-
-        for size in turned.SIZES:
-            for layout in turned.LAYOUTS:
-                turned.test_a_turned_copy_is_contiguous_and_the_same(emulated, size, layout, dtype)
-        return
-    if layer == "batched":
-        import test_dropped_samples as dropped
-
-        with tests.operators().batched():
-            properties.test_a_gram_that_cancels_is_noticed(emulated, "activations", dtype)
-            for problem in (tests.Linear(9, 136, 17, 23), tests.Linear(3, 130, 17, 133)):
-                tests.assert_right(problem, *problem.operands(dtype, "gaussians"), "gaussians")
-            dropped.test_linear(emulated, dtype, "linear_scaled", 20, 33, 9)
-        return
-    if layer == "planes":
-        import test_emulated_planes as planes
-
-        for problem in planes.PROBLEMS:
-            for image, gradient in planes.PAIRS:
-                planes.assert_right(problem, dtype, image, gradient)
-        planes.test_pixels_beyond_the_last_outputs_reach_may_be_infinite(3, "channels_last")
-        planes.test_blocks_of_several_samples_are_right()
-        return
-    if layer == "gather":
-        import test_emulated_elementwise as elementwise
-
-        for table in elementwise.TABLES:
-            elementwise.assert_table_right(table, dtype)
-        return
-    if layer == "linear" and not tf32:  # which cannot hold what cancels
-        for rows in ("activations", "grad_output"):
+    if layer in ("linear", "conv2d"):
+        for rows in ("activations", "grad_output") if layer == "linear" and not tf32 else ():
             properties.test_a_gram_that_cancels_is_noticed(emulated, rows, dtype)
-    for problem in tests.LINEAR if layer == "linear" else tests.CONV2D:
-        for kind in ("integers", "gaussians"):
+        problems = tests.LINEAR if layer == "linear" else tests.CONV2D
+        for problem, kind in product(problems, ("integers", "gaussians")):
             a, b = problem.operands(dtype, kind)
             if tf32:
                 tests.results(problem, a, b)  # not rounded yet: the kernel's to do
                 a, b = tests._of_tf32(a), tests._of_tf32(b)
             tests.assert_right(problem, a, b, kind)
             tests.assert_right(problem, tests._turned(a), tests._turned(b), kind)
+    elif layer == "clusters":
+        hopper.clusters()
+    elif layer in ("hopper", "segments"):
+        (hopper if layer == "hopper" else segments).battery()
+    elif layer == "affine":
+        for affine in elementwise.PROBLEMS:
+            elementwise.assert_right(affine, dtype, "gaussians")
+            moments.test_moments_are_those_of_the_layers(emulated, affine, True, dtype)
+        moments.test_moments_of_a_small_variance_about_a_large_mean(emulated)
+    elif layer == "turned":
+        for size, layout in product(turned.SIZES, turned.LAYOUTS):
+            turned.test_a_turned_copy_is_contiguous_and_the_same(emulated, size, layout, dtype)
+    elif layer == "batched":
+        with tests.operators().batched():
+            properties.test_a_gram_that_cancels_is_noticed(emulated, "activations", dtype)
+            for problem in (tests.Linear(9, 136, 17, 23), tests.Linear(3, 130, 17, 133)):
+                tests.assert_right(problem, *problem.operands(dtype, "gaussians"), "gaussians")
+            dropped.test_linear(emulated, dtype, "linear_scaled", 20, 33, 9)
+    elif layer == "planes":
+        for problem, (image, gradient) in product(planes.PROBLEMS, planes.PAIRS):
+            planes.assert_right(problem, dtype, image, gradient)
+        planes.test_pixels_beyond_the_last_outputs_reach_may_be_infinite(3, "channels_last")
+        planes.test_blocks_of_several_samples_are_right()
+    else:
+        assert layer == "gather"
+        for table in elementwise.TABLES:
+            elementwise.assert_table_right(table, dtype)
 
 
 def objection_to_none(kind: tuple[str, str]) -> str:

@@ -7,17 +7,14 @@ PLANTED = [  # name, text, what takes its place
     ("barrier before the next tile dropped", f"{BARRIER}#pragma unroll 1  // once", "// once"),
     ("barrier after the copies dropped", f"{BARRIER}        // The last", "// The last"),
     ("barrier before the sums are written dropped", f"// Sum over warps\n    {BARRIER}", ""),
-    ("barrier after the sums are written dropped", f"{BARRIER}    const acc_t factor",
-     "const acc_t factor"),
+    ("no barrier after the sums' writes", f"{BARRIER}    const acc_t factor", "const acc_t factor"),
     ("copies are not waited for", "cp_async_wait<0>", "cp_async_wait<1>"),
     ("groups past the last are read", "inside ? planes : 0", "inside ? warp_threads : 0"),
-    ("pieces past the last group are read", "c.groups * bytes_of(c.dtype) % kPieceBytes == 0 &&",
-     ""),
+    ("reads pieces past the last group", "c.groups * bytes_of(c.dtype) % kPieceBytes == 0 &&", ""),
     ("pieces where only the image is aligned", "&& in_pieces(c, c.grad_output)", ""),
     ("no padding to the right", "unsigned(o.H) && unsigned(x0 + x) < unsigned(o.W)",
      "unsigned(o.H) && x0 + x >= 0"),
-    ("no padding below pieces", "inside && unsigned(y0 + y) < unsigned(o.H))",
-     "inside && y0 + y >= 0)"),
+    ("nothing pads below", "inside && unsigned(y0 + y) < unsigned(o.H))", "inside && y0 + y >= 0)"),
     ("no zeros for pieces", "*reinterpret_cast<uint4*>(to) = uint4{};", ";"),
     ("rows of pixels a row late", "from += o.of.h - o.wide * o.of.w", "from -= o.wide * o.of.w"),
     ("four warps of eight are summed", "w += kFewestWarps", "w += kMostWarps"),
@@ -35,8 +32,6 @@ PLANTED = [  # name, text, what takes its place
     ("the image stays after a turn", ", image_at += kSide * kStride * kPitch<scalar_t>;", ";"),
     ("the second row reads under the first", "window[i * kStride + tap", "window[tap"),
 ]  # fmt: skip
-
-
 MUTANTS = [
     Mutant(f"planes: {name}", file_of(old, "planes.cu*"), "planes", "bfloat16", old, new, "planes")
     for name, old, new in PLANTED

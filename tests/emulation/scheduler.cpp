@@ -102,22 +102,14 @@ bool sweep(Block& b, std::vector<size_t>& sequence) {
 }
 
 std::string state_of(const Thread& thread) {
-  switch (thread.state) {
-    case State::done:
-      return "the end of the kernel";
-    case State::at_barrier:
-      return "__syncthreads at " + place_of(thread.site);
-    case State::at_warp:
-      return "a warp operation at " + place_of(thread.site);
-    case State::at_warpgroup:
-      return "a warpgroup's operation at " + place_of(thread.site);
-    case State::at_cluster:
-      return "cluster_barrier at " + place_of(thread.site);
-    case State::at_grid:
-      return "grid_barrier at " + place_of(thread.site);
-    default:
-      return waits_for(thread) + " at " + place_of(thread.site);
-  }
+  static const std::map<State, const char*> names = {
+      {State::at_barrier, "__syncthreads"},   {State::at_warp, "a warp operation"},
+      {State::at_cluster, "cluster_barrier"}, {State::at_warpgroup, "a warpgroup's operation"},
+      {State::at_grid, "grid_barrier"},
+  };
+  if (thread.state == State::done) return "the end of the kernel";
+  const auto name = names.find(thread.state);
+  return (name == names.end() ? waits_for(thread) : name->second) + " at " + place_of(thread.site);
 }
 
 std::set<std::string> places(const Block& b) {

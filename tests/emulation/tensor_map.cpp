@@ -1,6 +1,6 @@
 // Tensor maps and the copies of their boxes (TMA): the driver's encoder with what it refuses, and boxes that land in
-// shared memory as late as they may, when no thread can go on without one. Rank 4 at the copy, halves or any other
-// type of whole bytes, the 128-byte swizzle, zeros outside of the tensor.
+// shared memory as late as they may, when no thread can go on without one. Rank 4 at the copy, halves, the
+// 128-byte swizzle, zeros outside of the tensor.
 #include <cuda.h>
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 #include <deque>
 
 #include "blocks.h"
-#include "mbarrier.h"
+#include "hopper.h"
 #include "ptx_sm90.h"
 
 namespace cuda_emulation {
@@ -30,23 +30,6 @@ Map read(const CUtensorMap& map) {
   std::memcpy(&m, &map, sizeof(m));
   if (m.magic != magic) report("copy_box: no map of rank 4");
   return m;
-}
-
-size_t bytes_of(CUtensorMapDataType type) {
-  switch (type) {
-    case CU_TENSOR_MAP_DATA_TYPE_UINT8:
-      return 1;
-    case CU_TENSOR_MAP_DATA_TYPE_UINT16:
-    case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
-    case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16:
-      return 2;
-    case CU_TENSOR_MAP_DATA_TYPE_UINT32:
-    case CU_TENSOR_MAP_DATA_TYPE_INT32:
-    case CU_TENSOR_MAP_DATA_TYPE_FLOAT32:
-      return 4;
-    default:
-      return 0;
-  }
 }
 
 struct Extent {  // of a box as it lands
@@ -106,10 +89,10 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                 CUtensorMapFloatOOBfill fill) {
   Map m{};
-  m.element = uint8_t(bytes_of(type));
+  m.element = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 2 : 0;
   if (rank != 4 || !m.element || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || swizzle != CU_TENSOR_MAP_SWIZZLE_128B ||
       fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
-    return refuse("only rank 4, types of whole bytes, the 128-byte swizzle and zeros outside are emulated");
+    return refuse("only rank 4, halves, the 128-byte swizzle and zeros outside are emulated");
   if (uintptr_t(map) % 64) return refuse("the map is not aligned to 64 bytes");
   if (!address || uintptr_t(address) % 16) return refuse("the address is not aligned to 16 bytes");
   for (cuuint32_t d = 0; d < rank; ++d) {

@@ -7,21 +7,13 @@ namespace {
 
 constexpr int kThreads = 64;
 
-enum Fault {
-  none,
-  no_barrier,
-  out_of_bounds,
-  divergent,
-  early_return,
-  misaligned,
-  overflow,
-  between_blocks,
-  uninitialised,
-  partial_mask,
-};
+// clang-format off
+enum Fault { none, no_barrier, out_of_bounds, divergent, early_return, misaligned, overflow, between_blocks,
+             uninitialised, partial_mask };
+// clang-format on
 
 template <Fault fault>
-__global__ void reverse_kernel(const float* in, float* out) {
+__global__ void reverse_kernel(const float* in, float* out, int) {
   STATIC_SHARED(float, tile, [kThreads]);
   const int i = int(threadIdx.x), last = kThreads - 1;
   if (fault == early_return && i == last) return;
@@ -32,7 +24,7 @@ __global__ void reverse_kernel(const float* in, float* out) {
 
 // A second round overwrites what the first still reads, but for the barrier between them.
 template <Fault fault>
-__global__ void rotate_twice_kernel(const float* in, float* out) {
+__global__ void rotate_twice_kernel(const float* in, float* out, int) {
   STATIC_SHARED(float, tile, [kThreads]);
   const int i = int(threadIdx.x);
   float value = in[i];
@@ -69,12 +61,12 @@ __global__ void global_kernel(const float* in, float* out, int n) {
   if (i < n || fault == out_of_bounds) out[fault == between_blocks ? i % kThreads : i] = in[i];
 }
 
-__global__ void write_input_kernel(const float* in, float*) {
+__global__ void write_input_kernel(const float* in, float*, int) {
   const_cast<float*>(in)[threadIdx.x] = 0;
 }
 
 // Block 1 reads what block 0 has written in the same launch.
-__global__ void read_other_block_kernel(const float* in, float* out) {
+__global__ void read_other_block_kernel(const float* in, float* out, int) {
   const int i = int(threadIdx.x);
   if (blockIdx.x == 0)
     out[i] = in[i];
@@ -83,7 +75,7 @@ __global__ void read_other_block_kernel(const float* in, float* out) {
 }
 
 template <Fault fault>
-__global__ void vector_kernel(const float* in, float* out) {
+__global__ void vector_kernel(const float* in, float* out, int) {
   const int i = int(threadIdx.x);
   const float* const from = in + (fault == misaligned ? 1 : 0);
   if (i < kThreads / 4 - 1) reinterpret_cast<float4*>(out)[i] = reinterpret_cast<const float4*>(from)[i];
@@ -96,7 +88,7 @@ __global__ void index_kernel(const float* in, float* out, int big) {
 }
 
 template <Fault fault>
-__global__ void shuffle_kernel(const float* in, float* out) {
+__global__ void shuffle_kernel(const float* in, float* out, int) {
   const int i = int(threadIdx.x);
   float value = in[i];
   if (fault != divergent || i % 2 == 0) value = __shfl_xor_sync(fault == partial_mask ? 0xffffu : full_warp, value, 1);
@@ -104,14 +96,14 @@ __global__ void shuffle_kernel(const float* in, float* out) {
   out[i] = value;
 }
 
-__global__ void warp_functions_kernel(const float* in, float* out) {
+__global__ void warp_functions_kernel(const float* in, float* out, int) {
   const int i = int(threadIdx.x);
   const float value = in[i];
   out[i] = __shfl_down_sync(full_warp, value, 4) + 1000 * __shfl_up_sync(full_warp, value, 1) +
            1e6f * __shfl_sync(full_warp, value, 3) + (__ballot_sync(full_warp, i % 2) == 0xaaaaaaaau ? 0.5f : 0.f);
 }
 
-__global__ void sums_kernel(const float* in, float* out) {
+__global__ void sums_kernel(const float* in, float* out, int) {
   const float first = block_sum(in[threadIdx.x]), second = block_sum(2 * in[threadIdx.x]);
   if (threadIdx.x == 0) out[blockIdx.x] = first + second;
   if (threadIdx.x == 33) out[gridDim.x + blockIdx.x] = first;
@@ -129,57 +121,37 @@ __global__ void copy_kernel(const float* in, float* out, int valid_bytes) {
   out[i] = tile[i];
 }
 
-__global__ void never_waited_kernel(const float* in, float* out) {
+__global__ void never_waited_kernel(const float* in, float* out, int) {
   DYNAMIC_SHARED(float, tile);
   cp_async_4(tile + threadIdx.x, in + threadIdx.x);
   out[threadIdx.x] = in[threadIdx.x];
 }
 
-using Kernel = void (*)(const float*, float*);
-using SizedKernel = void (*)(const float*, float*, int);
-
 struct Case {
   const char* name;
-  Kernel kernel;
-  SizedKernel sized;
+  void (*kernel)(const float*, float*, int);
   int size, blocks;
 };
 
+#define RIGHT(kernel, size, blocks) {#kernel, kernel##_kernel<none>, size, blocks}
+#define FAULT(kernel, fault, size, blocks) {#kernel "/" #fault, kernel##_kernel<fault>, size, blocks}
 constexpr Case kCases[] = {
-    {"reverse", reverse_kernel<none>, nullptr, 0, 1},
-    {"reverse/no_barrier", reverse_kernel<no_barrier>, nullptr, 0, 1},
-    {"reverse/divergent", reverse_kernel<divergent>, nullptr, 0, 1},
-    {"reverse/early_return", reverse_kernel<early_return>, nullptr, 0, 1},
-    {"rotate_twice", rotate_twice_kernel<none>, nullptr, 0, 1},
-    {"rotate_twice/no_barrier", rotate_twice_kernel<no_barrier>, nullptr, 0, 1},
-    {"swap_lanes", nullptr, swap_lanes_kernel<none>, 1, 1},
-    {"swap_lanes/no_barrier", nullptr, swap_lanes_kernel<no_barrier>, 1, 1},
-    {"swap_lanes/across_warps", nullptr, swap_lanes_kernel<none>, 32, 1},
-    {"shared", nullptr, shared_kernel<none>, kThreads, 1},
-    {"shared/out_of_bounds", nullptr, shared_kernel<out_of_bounds>, kThreads, 1},
-    {"shared/uninitialised", nullptr, shared_kernel<uninitialised>, kThreads, 1},
-    {"global", nullptr, global_kernel<none>, kThreads, 2},
-    {"global/out_of_bounds", nullptr, global_kernel<out_of_bounds>, kThreads, 3},
-    {"global/between_blocks", nullptr, global_kernel<between_blocks>, 2 * kThreads, 2},
-    {"global/write_input", write_input_kernel, nullptr, 0, 1},
-    {"global/read_other_block", read_other_block_kernel, nullptr, 0, 2},
-    {"vector", vector_kernel<none>, nullptr, 0, 1},
-    {"vector/misaligned", vector_kernel<misaligned>, nullptr, 0, 1},
-    {"index", nullptr, index_kernel<none>, 1 << 20, 1},
-    {"index/overflow", nullptr, index_kernel<overflow>, 1 << 20, 1},
-    {"shuffle", shuffle_kernel<none>, nullptr, 0, 1},
-    {"shuffle/divergent", shuffle_kernel<divergent>, nullptr, 0, 1},
-    {"shuffle/partial_mask", shuffle_kernel<partial_mask>, nullptr, 0, 1},
-    {"warp_functions", warp_functions_kernel, nullptr, 0, 1},
-    {"sums", sums_kernel, nullptr, 0, 2},
-    {"copy", nullptr, copy_kernel<none>, 16, 1},
-    {"copy/part", nullptr, copy_kernel<none>, 12, 1},
-    {"copy/nothing", nullptr, copy_kernel<none>, 0, 1},
-    {"copy/no_wait", nullptr, copy_kernel<uninitialised>, 16, 1},
-    {"copy/wait_too_short", nullptr, copy_kernel<none, 1>, 16, 1},
-    {"copy/no_barrier", nullptr, copy_kernel<no_barrier>, 16, 1},
-    {"copy/misaligned", nullptr, copy_kernel<misaligned>, 16, 1},
-    {"copy/never_waited", never_waited_kernel, nullptr, 0, 1},
+    // clang-format off
+    RIGHT(reverse, 0, 1), FAULT(reverse, no_barrier, 0, 1), FAULT(reverse, divergent, 0, 1),
+    FAULT(reverse, early_return, 0, 1), RIGHT(rotate_twice, 0, 1), FAULT(rotate_twice, no_barrier, 0, 1),
+    RIGHT(swap_lanes, 1, 1), FAULT(swap_lanes, no_barrier, 1, 1),
+    {"swap_lanes/across_warps", swap_lanes_kernel<none>, 32, 1},
+    RIGHT(shared, kThreads, 1), FAULT(shared, out_of_bounds, kThreads, 1), FAULT(shared, uninitialised, kThreads, 1),
+    RIGHT(global, kThreads, 2), FAULT(global, out_of_bounds, kThreads, 3),
+    FAULT(global, between_blocks, 2 * kThreads, 2), {"global/write_input", write_input_kernel, 0, 1},
+    {"global/read_other_block", read_other_block_kernel, 0, 2}, RIGHT(vector, 0, 1), FAULT(vector, misaligned, 0, 1),
+    RIGHT(index, 1 << 20, 1), FAULT(index, overflow, 1 << 20, 1), RIGHT(shuffle, 0, 1),
+    FAULT(shuffle, divergent, 0, 1), FAULT(shuffle, partial_mask, 0, 1),
+    {"warp_functions", warp_functions_kernel, 0, 1}, {"sums", sums_kernel, 0, 2},
+    RIGHT(copy, 16, 1), {"copy/part", copy_kernel<none>, 12, 1}, {"copy/nothing", copy_kernel<none>, 0, 1},
+    {"copy/no_wait", copy_kernel<uninitialised>, 16, 1}, {"copy/wait_too_short", copy_kernel<none, 1>, 16, 1},
+    FAULT(copy, no_barrier, 16, 1), FAULT(copy, misaligned, 16, 1), {"copy/never_waited", never_waited_kernel, 0, 1},
+    // clang-format on
 };
 
 }  // namespace
@@ -195,7 +167,6 @@ const char* unit_name(int which) {
 cudaError_t unit_launch(int which, const float* in, float* out, int threads, size_t shared_bytes) {
   using namespace torchgradx::cuda;
   const Case& c = kCases[which];
-  if (c.kernel) return launch(c.kernel, unsigned(c.blocks), unsigned(threads), shared_bytes, nullptr, in, out);
-  return launch(c.sized, unsigned(c.blocks), unsigned(threads), shared_bytes, nullptr, in, out, c.size);
+  return launch(c.kernel, unsigned(c.blocks), unsigned(threads), shared_bytes, nullptr, in, out, c.size);
 }
 }

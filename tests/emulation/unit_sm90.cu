@@ -8,49 +8,16 @@ extern "C" bool cuda_emulation_sm90;
 namespace torchgradx::cuda {
 namespace {
 
+// clang-format off
 enum Fault {
-  none,
-  no_wait,
-  one_waits,
-  waits_elsewhere,
-  wrong_parity,
-  expects_less,
-  expects_more,
-  releases_early,
-  no_empty,
-  uninitialised,
-  no_init_fence,
-  no_barrier,
-  initialised_twice,
-  arrives_twice,
-  touches_barrier,
-  misaligned,
-  reads_registers,
-  writes_registers,
-  no_fence,
-  never_waited,
-  divergent,
-  disagrees,
-  leaves_memory,
-  leaves_variable,
-  no_swizzle,
-  reserved,
-  misaligned_descriptor,
-  overwrites,
-  no_shared_fence,
-  late_fence,
-  misses,
-  constant,
-  too_greedy,
-  not_less,
-  not_whole,
-  no_cluster_barrier,
-  own_readers,
-  one_releases,
-  one_copies,
-  ends_early,
-  no_such_block
+    none, no_wait, one_waits, waits_elsewhere, wrong_parity, expects_less, expects_more, releases_early, no_empty,
+    uninitialised, no_init_fence, no_barrier, initialised_twice, arrives_twice, touches_barrier, misaligned,
+    reads_registers, writes_registers, no_fence, never_waited, divergent, disagrees, leaves_memory, leaves_variable,
+    no_swizzle, reserved, misaligned_descriptor, overwrites, no_shared_fence, late_fence, misses, constant,
+    too_greedy, not_less, not_whole, no_cluster_barrier, own_readers, one_releases, one_copies, ends_early,
+    no_such_block
 };
+// clang-format on
 
 // Product of a warpgroup: thread 0 of the first copies 16 positions after the other into a ring of two stages, which
 // the second multiplies. A [positions, 64], B [positions, columns], D [64, columns].

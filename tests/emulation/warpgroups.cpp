@@ -1,11 +1,10 @@
 // Warpgroups: their rendezvous, their shares of the registers (setmaxnreg), and what the scheduler asks of all that
 // Hopper adds to a block.
-#include "warpgroups.h"
+#include "hopper.h"
 
 #include <numeric>
 
 #include "clocks.h"
-#include "mbarrier.h"
 #include "ptx_sm90.h"
 
 namespace cuda_emulation {

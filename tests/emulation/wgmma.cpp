@@ -5,9 +5,9 @@
 #include <deque>
 
 #include "clocks.h"
+#include "hopper.h"
 #include "ptx_sm90.h"
 #include "shadow.h"
-#include "warpgroups.h"
 
 namespace cuda_emulation {
 namespace {

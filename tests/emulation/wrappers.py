@@ -41,8 +41,6 @@ def _random(seed: int) -> np.random.RandomState:
 
 
 # cp.async: bytes past the valid ones are zero
-
-
 def _cp_async(size: int) -> Case:
     given = _random(size).randint(1, 256, (64, size)).astype(np.uint8)
     valid = np.arange(64)[:, None] % (size + 1)
@@ -51,8 +49,6 @@ def _cp_async(size: int) -> Case:
 
 
 # ldmatrix: "each thread holds a row fragment": thread l, row l / 4, elements 2 (l % 4) and the next
-
-
 def _ldmatrix(transposed: bool) -> Case:
     rows = np.arange(256, dtype=np.uint16).reshape(32, 8)
     order = _random(1).permutation(32)
@@ -66,8 +62,6 @@ def _ldmatrix(transposed: bool) -> Case:
 
 
 # mma: figures "m16n8k16 fragment layout for A / B / C" and their m16n8k8 .tf32 counterparts
-
-
 def _bits_of_half(x: Floats, dtype: str) -> NDArray[np.uint16]:
     """Of values that the half type holds exactly."""
     if dtype == "float16":
@@ -138,8 +132,6 @@ def _rounded(x: Floats, dtype: str) -> Floats:
 
 
 # Conversions: ties, carries into the exponent, the edges of each range, and what is not finite
-
-
 def _edges() -> Floats:
     mantissas = [0, 1, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x18000]
     mantissas += [0x7FF000, 0x7FFFFF]
@@ -156,8 +148,6 @@ def _conversion(wrapper: str, dtype: str) -> Case:
 
 
 # Sums: the butterfly's own order, lane by lane
-
-
 def _butterfly(x: Floats) -> Floats:
     for distance in (16, 8, 4, 2, 1):
         x = (x + x[:, LANES ^ distance]).astype(np.float32)
