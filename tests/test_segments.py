@@ -114,6 +114,17 @@ def test_two_passes_and_no_row_of_a_sample():
     assert (norms[[0, 2, 3, 5]] > 0).all()
 
 
+def test_a_head_that_comes_to_no_output_counts_nothing():
+    model = deep_set().to(DOUBLE)
+    model.aux, used = nn.Linear(D, 2).to(DOUBLE), model.function
+    model.function = lambda m, x, ids, n: (m.aux(x), used(m, x, ids, n))[1]
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        model(torch.randn(5, D, dtype=DOUBLE), ids=spread([2, 3]), n=2).square().sum().backward()
+        norms = probe.norms(per="module")
+    assert norms["aux"].tolist() == [0, 0]
+    assert bool((norms["a"] > 0).all())
+
+
 def test_rows_of_very_unequal_samples_are_not_padded():
     model = deep_set().to(DOUBLE)
     largest = []
