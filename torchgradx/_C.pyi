@@ -10,9 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 Node = Any  # of autograd's graph
-Term = tuple[
-    int, Tensor | None, Tensor, Segments | None
-]  # site or -1, activations, gradients, rows
+Term = tuple[int, Tensor | None, Tensor, Segments | None]  # site or -1; x, g; rows
 Use = tuple[int, list[int], Node, int]  # site, sizes of the output, its node, its number there
 Slot = tuple[int, Tensor]  # place, parameter
 
