@@ -1,4 +1,8 @@
-"""A graph's nodes: which consume what, what each makes and what it was made of."""
+"""Autograd nodes: which nodes consume which, and the shapes and dtypes of their outputs.
+
+A node is named by an edge (node, number): `number` is the output of the node that is consumed. Only
+`Graph` knows consumers (parents), since a node knows only what it consumes (next_functions).
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ SAME = {"ReshapeAliasBackward0": "ViewBackward0", "AliasBackward0": "SliceBackwa
 
 
 class Graph:
-    """A forward's graph, walked from its outputs: who consumes what."""
+    """The graph of a forward, below its outputs, with the consumers of each node."""
 
     def __init__(self, outputs: Iterable[Tensor]) -> None:
-        # in the outputs' order: a plan's names are of nodes that every pass lists in the same one
+        # In the order of the outputs, so that every pass lists the nodes in the same order.
         self.roots = dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None)
         self.parents: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.roots}
         todo = list(self.parents)
@@ -36,56 +40,68 @@ class Graph:
                     self.parents[child].append((node, number))
 
     def numbers(self, node: Node) -> list[int]:
-        """Return the outputs of a node that others consume."""
+        """Return the outputs of a node that other nodes consume."""
         return sorted({number for _, number in self.parents.get(node, ())})
 
     def last(self, node: Node) -> int:
-        """Return the one output of a frontier's node."""
+        """Return the last output of a node that is consumed: the only one, on a frontier."""
         return max(self.numbers(node), default=0)
 
-    def climb(self, starts: Iterable[Node], on: Callable[[int, Node], bool]) -> list[Node]:
-        """Nodes above, nearest first; beyond the k-th only if `on` says so."""
+    def climb(self, starts: Iterable[Node], goes_on: Callable[[int, Node], bool]) -> list[Node]:
+        """Return the starts and the nodes above them, nearest first.
+
+        The consumers of the k-th node are visited only if goes_on(k, node).
+        """
         found = list(dict.fromkeys(starts))
         visited = set(found)
-        for k, node in enumerate(found):  # grows as it goes
-            if on(k, node):
+        for k, node in enumerate(found):  # found grows
+            if goes_on(k, node):
                 fresh = dict.fromkeys(p for p, _ in self.parents.get(node, ()) if p not in visited)
                 found += fresh
                 visited.update(fresh)
         return found
 
     def without(self, leaf: Node, uses: set[Node]) -> bool:
-        """Take away a parameter's edges into what made the outputs `uses` of its modules.
+        """Remove the edges from a parameter to its modules, whose outputs are by the nodes `uses`.
 
-        False, and nothing is changed, where they are not found.
+        Return False, and change nothing, if one of these nodes is not found above the parameter.
         """
-        left: dict[Node, list[tuple[Node, int]]] = {}
+        remaining: dict[Node, list[tuple[Node, int]]] = {}
         hits: set[Node] = set()
-        gone = leaf in self.parents and self._prune(leaf, uses, left, hits)
+        is_unused = leaf in self.parents and self._prune(leaf, uses, remaining, hits)
         if hits != uses:
             return False
-        self.parents.update(left)
-        if gone:
+        self.parents.update(remaining)
+        if is_unused:
             del self.parents[leaf]
         return True
 
     def _prune(
-        self, node: Node, uses: set[Node], left: dict[Node, list[tuple[Node, int]]], hits: set[Node]
+        self,
+        node: Node,
+        uses: set[Node],
+        remaining: dict[Node, list[tuple[Node, int]]],
+        hits: set[Node],
     ) -> bool:
-        """Fill `left` with the parents that remain; return True if none does. No closure calls
-        itself here: it would keep the graph until garbage is collected."""
-        kept = left[node] = []
-        for parent, number in self.parents[node]:
-            made = self._made(parent) & uses
-            hits |= made
-            if not made and not (parent.name() in VIEWS and self._prune(parent, uses, left, hits)):
-                kept.append((parent, number))
-        return not kept and node not in self.roots
+        """Add the parents that remain to `remaining`; return True if no parent does.
 
-    def _made(self, node: Node) -> set[Node]:
-        """It, and what it makes in another shape and with a bias added."""
+        This is a method because a closure that calls itself would keep the graph alive until
+        garbage collection.
+        """
+        parents = remaining[node] = []
+        for parent, number in self.parents[node]:
+            found = self._outputs_of(parent) & uses
+            hits |= found
+            if not found and not (
+                parent.name() in VIEWS and self._prune(parent, uses, remaining, hits)
+            ):
+                parents.append((parent, number))
+        return not parents and node not in self.roots
+
+    def _outputs_of(self, node: Node) -> set[Node]:
+        """Return the nodes that may be a module's output node: views of this one, a bias added."""
         todo, visited = [node], {node}
-        for node in todo:  # grows as it goes
+        for node in todo:  # todo grows
             parents = {p for p, _ in self.parents.get(node, ()) if p.name() in OUTPUTS}
             todo += parents - visited
             visited |= parents
@@ -93,10 +109,10 @@ class Graph:
 
 
 def nodes_below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
-    """Return these nodes and all that they lead to, less the parameters and what is `until`."""
+    """Return the starts and all nodes below them, except parameters and those in `until`."""
     found = [node for node in dict.fromkeys(starts) if node not in until]
     visited = {*found, *until}
-    for node in found:  # grows as it goes
+    for node in found:  # found grows
         children = (child for child, _ in node.next_functions if child and not is_leaf(child))
         fresh = dict.fromkeys(child for child in children if child not in visited)
         found += fresh
@@ -105,11 +121,11 @@ def nodes_below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> 
 
 
 def coarsest_eps(ends: Iterable[Node], operands: Iterable[Tensor]) -> float:
-    """Return the largest rounding unit of gradients between ends and what they are made from."""
+    """Return the largest machine epsilon of the gradients from `ends` down to the operands."""
     visited = {t.grad_fn for t in operands}
     found = [node for node in ends if node not in visited]
     dtypes: set[torch.dtype] = set()
-    for node in filter(None, found):  # grows as it goes
+    for node in filter(None, found):  # found grows
         dtypes.update(kind.dtype for kind in getattr(node, "_input_metadata", ()))
         fresh = {child for child, _ in node.next_functions} - visited
         found += fresh
@@ -122,33 +138,31 @@ def is_leaf(node: Node) -> bool:
 
 
 def name_of(node: Node) -> str:
-    """Return a name that does not depend on how reshapes and slices were recorded."""
+    """Return a name that does not depend on how autograd recorded reshapes and slices."""
     name: str = node.name()
     return SAME.get(name, name)
 
 
 def edges_among(nodes: Sequence[Node]) -> tuple[tuple[int, int, int], ...]:
-    places = {node: k for k, node in enumerate(nodes)}
+    """Return (consumer, its operand, consumed node) for each edge, by positions in `nodes`."""
+    positions = {node: k for k, node in enumerate(nodes)}
     return tuple(
-        (k, operand, places[child])
-        for node, k in places.items()
+        (k, operand, positions[child])
+        for node, k in positions.items()
         for operand, (child, _) in enumerate(node.next_functions)
-        if child in places
+        if child in positions
     )
 
 
-def shape_of(node: Node, number: int) -> tuple[int, ...]:
-    if is_leaf(node):
-        return tuple(node.variable.shape)
-    return tuple(node._input_metadata[number].shape)
+def shape_of(node: Node, number: int) -> Shape:
+    return tuple((node.variable if is_leaf(node) else node._input_metadata[number]).shape)
 
 
 def dtype_of(node: Node, number: int) -> torch.dtype:
-    found = node.variable if is_leaf(node) else node._input_metadata[number]
-    dtype: torch.dtype = found.dtype
+    dtype: torch.dtype = (node.variable if is_leaf(node) else node._input_metadata[number]).dtype
     return dtype
 
 
 def to_signed(value: int) -> int:
-    """Return a number that a node saved: it shows negative ones as unsigned."""
+    """Return an int64 that a node saved; nodes show negative ones as unsigned."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

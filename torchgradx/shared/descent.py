@@ -30,13 +30,13 @@ from ..gradients.products import (
     CAST,
     EMBEDDING,
     ask_each,
-    by_sample,
     closed_form,
+    closed_form_below,
     fit_to_edge,
     lookup_product,
+    pass_factors,
     scales_by_count,
-    spread_over,
-    take_through,
+    split_samples,
     to_dense,
 )
 from ..graph.layout import NOWHERE
@@ -198,7 +198,9 @@ class Descent:
         layout: Any = station.layout
         for sample in range(self._run.n):
             only = torch.zeros_like(g)
-            by_sample(only, layout, self._run.n)[sample] = by_sample(g, layout, self._run.n)[sample]
+            split_samples(only, layout, self._run.n)[sample] = split_samples(
+                g, layout, self._run.n
+            )[sample]
             out = self._ask(node, [only if k == station.output else None
                                    for k in range(len(incoming))])  # fmt: skip
             yield [to_dense(out[operand])[None] for operand in operands]
@@ -214,7 +216,7 @@ class Descent:
 
     def _pass(self, station: Station, node: Node, grads: list[Gradients | None]) -> None:
         """Through a node of which all outputs are shared."""
-        products = take_through(node, grads[0])
+        products = pass_factors(node, grads[0])
         if products is not None:
             for operand in station.operands:
                 self._send(station, operand, products[operand])
@@ -238,7 +240,7 @@ class Descent:
             return dict.fromkeys(station.operands, lookup_product(node, ids, live[0]))
         formed = {}
         for k in station.operands if outputs == 1 else ():
-            product = spread_over(node, k, live[0], lambda g: self._ask(node, [g]))
+            product = closed_form_below(node, k, live[0], lambda g: self._ask(node, [g]))
             if product is None:
                 return {}
             formed[k] = product
