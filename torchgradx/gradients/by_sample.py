@@ -55,9 +55,7 @@ class Factored(Protocol):
 
     def weighted(self, factors: Tensor) -> Tensor:
         """Return the sum over the samples [*shape], each times its factor [N].
-
-        A sample with factor 0 is left out, even if its gradient is not finite.
-        """
+        A sample with factor 0 is left out, even if its gradient is not finite."""
 
     def to_add(self) -> Sequence[Tensor]:
         """Return the arguments of Pass.add: gradients; gradients and activations; rows and ids."""
@@ -161,10 +159,8 @@ class BySample:
 
 def deliver(run: Any, recorder: Any, place: int, g: Gradients) -> None:
     """Record the gradients of the parameter at `place` in a pass.
-
     If other uses of the parameter are still to come, the pass waits for them; else it takes the
-    squared norms.
-    """
+    squared norms."""
     if run.waits(place):
         run.add(place, *to_add(g))
     else:

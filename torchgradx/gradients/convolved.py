@@ -18,9 +18,7 @@ from .by_sample import OfWeight, sq_norms
 @dataclass(frozen=True)
 class Convolved(OfWeight):
     """Gradients [N, A, C / groups, *] of a convolution's weight, from K images per sample.
-
-    For a transposed convolution, images and grads are exchanged.
-    """
+    For a transposed convolution, images and grads are exchanged."""
 
     images: Tensor  # [N, K, C, *]
     grads: Tensor  # [N, K, A, *]
@@ -56,9 +54,7 @@ class Convolved(OfWeight):
 
     def _weight_grad(self, images: Tensor, grads: Tensor, samples: int = 1) -> Tensor:
         """Return the weight gradient [samples * A, C / groups, *], summed over the images.
-
-        images: [M, samples * C, *]. grads: [M, samples * A, *].
-        """
+        images: [M, samples * C, *]. grads: [M, samples * A, *]."""
         (stride, padding, dilation), none = self.geometry, [0] * len(self.geometry[0])
         weight = grads.new_empty(1).expand(samples * self.shape[0], *self.shape[1:])
         operands = grads, images, weight, None, stride, padding, dilation, False, none

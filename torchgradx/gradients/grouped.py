@@ -19,10 +19,8 @@ from .outer import Outer
 
 class Pairs:
     """The pair of each row, and the number of rows of each pair.
-
     of_rows: the pair of each row [R]; N*E for rows of no pair. lengths: rows of each pair [N*E].
-    known: equal to `lengths`; a copy of them on the CPU avoids a wait for the device.
-    """
+    known: equal to `lengths`; a copy of them on the CPU avoids a wait for the device."""
 
     def __init__(self, owners: Tensor, matrix: Tensor, count: int, matrices: int) -> None:
         """owners: the sample of each row [R], N for none. matrix: its matrix [R], E for none.

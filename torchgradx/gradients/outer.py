@@ -125,10 +125,8 @@ class LookedUp(Factored):
 @dataclass(frozen=True)
 class Rowwise(Factored):
     """Gradients [N, *shape] of v, from which a weight was computed row by row.
-
     A row of v's gradient is that of the weight's, less its components along unit vectors, times a
-    scale. So normalizations of a weight are served from the factors of the weight's gradient.
-    """
+    scale. So normalisations of a weight are served from the factors of the weight's gradient."""
 
     of: OfWeight  # the gradients of the weight
     shape: Sequence[int]  # of v

@@ -80,13 +80,13 @@ def is_transpose(node: Node) -> bool:
     return permuted is not None and permuted.shape == probe.mT.shape
 
 
-def _normalize_groups(node: Node) -> Tensor:
+def _normalise_groups(node: Node) -> Tensor:
     x, mean, rstd = node._saved_input, node._saved_result1, node._saved_result2
     groups = x.reshape(*mean.shape, -1)
     return ((groups - mean[..., None]) * rstd[..., None]).view(x.shape)
 
 
-def _normalize_by_running_statistics(node: Node) -> Tensor | None:
+def _normalise_by_running_statistics(node: Node) -> Tensor | None:
     """Return None if the statistics are the batch's."""
     if node._saved_training:
         return None
@@ -96,31 +96,29 @@ def _normalize_by_running_statistics(node: Node) -> Tensor | None:
     return (x - node._saved_running_mean.view(shape)) * rstd.view(shape)
 
 
-# Normalized inputs of nodes that multiply them by a weight (operand 1) and add a bias (operand 2).
+# Normalised inputs of nodes that multiply them by a weight (operand 1) and add a bias (operand 2).
 NORMALISED: dict[str, Callable[[Node], Tensor | None]] = {
     "FusedRmsNormBackward0": lambda node: node._saved_input * node._saved_result1,
     "NativeLayerNormBackward0": lambda node: (
         (node._saved_input - node._saved_result1) * node._saved_result2
     ),
-    "NativeGroupNormBackward0": _normalize_groups,
-    "NativeBatchNormBackward0": _normalize_by_running_statistics,
+    "NativeGroupNormBackward0": _normalise_groups,
+    "NativeBatchNormBackward0": _normalise_by_running_statistics,
 }
 CHANNELS_FIRST_NODES = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 
-def _standardize(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
-    """Cross batch_norm of a weight [1, A, *], which standardizes each row (weight standardization).
-
-    Return the gradients of the weight, and of the scale and the bias of the node.
-    """
+def _standardise(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
+    """Cross batch_norm of a weight [1, A, *], which standardises each row (weight standardisation).
+    Return the gradients of the weight, and of the scale and the bias of the node."""
     x, weight = node._saved_input, node._saved_weight
     mean, rstd = (t.to(g.dtype) for t in (node._saved_result1, node._saved_result2))
     if not node._saved_training or x.shape[:2] != (1, g.of.shape[0]):
         return None
-    normalized = (x[0].flatten(1) - mean[:, None]) * rstd[:, None]
-    units = torch.ones_like(normalized[:1]), normalized
+    normalised = (x[0].flatten(1) - mean[:, None]) * rstd[:, None]
+    units = torch.ones_like(normalised[:1]), normalised
     along = [g.along_rows(unit, 0) for unit in units]
-    root, scale = normalized.shape[1] ** 0.5, rstd if weight is None else rstd * weight
+    root, scale = normalised.shape[1] ** 0.5, rstd if weight is None else rstd * weight
     unit_units, along_units = ([t / root for t in tensors] for tensors in (units, along))
     return Rowwise(g.of, x.shape, scale, unit_units, along_units), *along[::-1]
 
@@ -137,7 +135,7 @@ def _weight_norm(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
 
 # Nodes that compute a weight row by row from weights alone: the gradients of their operands.
 BY_ROWS: dict[str, Callable[[Node, Rowwise], Sequence[Gradients] | None]] = {
-    "NativeBatchNormBackward0": _standardize,
+    "NativeBatchNormBackward0": _standardise,
     "WeightNormInterfaceBackward0": _weight_norm,
 }
 
@@ -179,14 +177,14 @@ def is_passthrough(node: Node) -> bool:
 
 
 def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:
-    """Return the elementwise product of a normalization, features last; None for its input."""
+    """Return the elementwise product of a normalisation, features last; None for its input."""
     if operand == 0:
         return None
     if operand == 1:
-        normalized = NORMALISED[node.name()](node)
-        if normalized is None:
+        normalised = NORMALISED[node.name()](node)
+        if normalised is None:
             return None
-        g = g * normalized
+        g = g * normalised
     return g.movedim(1, -1) if node.name() in CHANNELS_FIRST_NODES else g
 
 
@@ -207,24 +205,17 @@ def ask_each(
     ask: Callable[..., tuple[Tensor, ...]], grads: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Call ask(*gradients) for each sample of `grads`, each [n, *], and stack the products.
-
-    None: an operand that this backward leaves out.
-    """
+    None: an operand that this backward leaves out."""
     if len(grads[0]) > MAX_LOOPED:
         with suppress(Exception):  # an operator without a vmap rule
             return vmap(ask)(*grads)
     columns = zip(*(ask(*each) for each in zip(*grads, strict=True)), strict=True)
-    return [
-        None if column[0] is None else torch.stack(list(map(to_dense, column)))
-        for column in columns
-    ]
+    return [None if c[0] is None else torch.stack(list(map(to_dense, c))) for c in columns]
 
 
 def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
     """Return the product of a frontier node for all samples at the cost of one call, or None.
-
-    g: the gradient of its output, whose rows have this layout.
-    """
+    g: the gradient of its output, whose rows have this layout."""
     name, edge = node.name(), node.next_functions[operand]
     if g.is_complex():  # saved tensors would have to be conjugated
         return None
@@ -311,9 +302,7 @@ def closed_form_below(
     node: Node, operand: int, g: Tensor, ask: Callable[[Tensor], Sequence[Tensor | None]]
 ) -> Gradients | None:
     """Return the product of a node below the frontier, which has one output; None: no closed form.
-
-    g: per-sample gradients [N, *] of the output. ask: calls the node with one gradient.
-    """
+    g: per-sample gradients [N, *] of the output. ask: calls the node with one gradient."""
     name, shape = node.name(), shape_of(*node.next_functions[operand])
     product = _permute_back(node, g)
     if is_passthrough(node):
@@ -333,10 +322,8 @@ def closed_form_below(
 
 def pass_factors(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
     """Return the gradients of each operand if a node passes on a weight's gradients as factors.
-
     It casts, reshapes or transposes the weight, or computed it row by row. None: another node, or
-    gradients that are not factors of a weight.
-    """
+    gradients that are not factors of a weight."""
     name = node.name()
     if isinstance(g, (Outer, Convolved)):
         if name == CAST:
@@ -374,9 +361,7 @@ def split_samples(g: Tensor, layout: int, n: int) -> Tensor:
 
 def _sum_broadcast(pieces: Tensor, shape: Sequence[int]) -> Tensor | None:
     """Sum [N, *] over the dimensions that an operand [*shape] is broadcast to: [N, *shape].
-
-    None: `shape` does not broadcast to [*].
-    """
+    None: `shape` does not broadcast to [*]."""
     lead = pieces.dim() - 1 - len(shape)
     aligned = (1,) * lead + tuple(shape)
     if lead < 0 or any(s not in (1, p) for s, p in zip(aligned, pieces.shape[1:], strict=True)):

@@ -82,9 +82,7 @@ def _lists_samples(argument: Any, n: int) -> bool:
 
 def has_flat_rows(arguments: Any, n: int, batch_dim: int) -> bool:
     """Return True if the first tensor has another size than N and no argument lists N tensors.
-
-    Its rows may then be flattened or packed: rows of any sample.
-    """
+    Its rows may then be flattened or packed: rows of any sample."""
     args, kwargs = arguments
     if any(_lists_samples(argument, n) for argument in (*args, *kwargs.values())):
         return False

@@ -47,9 +47,8 @@ class Watch:
         data = [t for t in arguments if all(t is not other for other in shared)]
         # observer.picks: data decided a number of rows (x[mask]), and no node shows it.
         # observer.is_constant(node, number): this output of a node is constant.
-        self.observer = (_C.Watch if ops.NATIVE else WatchMode)(
-            [*constants, *shared], data, n, batch_dim
-        )
+        observe = _C.Watch if ops.NATIVE else WatchMode
+        self.observer = observe([*constants, *shared], data, n, batch_dim)
 
     def note_call(self, site: int, inputs: Sequence[Tensor]) -> None:
         """Note the inputs of a call of a site."""
@@ -143,10 +142,9 @@ class WatchMode(TorchDispatchMode):
                     self._bits[key] = self._bits.get(key, True) and bit
         in_place = [self._has_samples_in_place(t) for t in operands]
         tags = getattr(func, "tags", ())
-        pointwise = torch.Tag.pointwise in tags and all(
-            a or b for a, b in zip(in_place, bits, strict=True)
-        )
-        shapes = [t.shape for t, ok in zip(operands, in_place, strict=True) if pointwise and ok]
+        others = (bit for bit, ok in zip(bits, in_place, strict=True) if not ok)
+        keeps = torch.Tag.pointwise in tags and all(others)  # samples stay in place
+        shapes = [t.shape for t, ok in zip(operands, in_place, strict=True) if keeps and ok]
         with torch._C._DisableAutocast():  # above this mode, autocast has done its casts
             out = func(*args, **kwargs)
         constant = all(bits)
@@ -202,9 +200,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 def _is_shared(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
     """Return True for ids and masks that all samples share, such as positions [T] or [1, T].
-
-    first: the first argument that has the samples in `batch_dim`.
-    """
+    first: the first argument that has the samples in `batch_dim`."""
     shape, sizes = list(t.shape), list(first.shape)
     if t.is_floating_point() or t.is_complex() or not shape:
         return False

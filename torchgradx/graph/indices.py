@@ -53,9 +53,7 @@ def select_along(
     dim: int, index: Tensor | None, shape: Sequence[int], grid: Sequence[int]
 ) -> Selection | None:
     """Return the rows of a tensor [*shape] that an index selects along a dimension.
-
-    grid: the sizes of the rows of the model's inputs; dimensions beyond it have features.
-    """
+    grid: the sizes of the rows of the model's inputs; dimensions beyond it have features."""
     if index is None:
         return None
     if dim >= max(1, len(grid)) or (dim == 1 and tuple(shape[:2]) != grid):

@@ -32,6 +32,7 @@ BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)
 SEGMENTS = 16  # layout 16 + k: the k-th owner vector of the pass (proof/segments.py)
 FLEX, COMPILED = "FlexAttentionAutogradOpBackward", "CompiledFunctionBackward"
 Heads = Sequence[tuple[Tensor, int]]  # outputs, each with the dimension of the samples
+Summaries = dict[int, RowSummary]  # of one backward, by use
 # Error relative to a row's norm, where the order of a sum changes from run to run.
 LOOSE = 0.25
 
@@ -68,14 +69,12 @@ class Seeding:
         compiled: bool = False,
     ) -> None:
         """unspent: the context of each backward. compiled: compiled parts may run more than once.
-
-        heads have the dimension of the samples, or the sample of each row.
-        """
+        heads have the dimension of the samples, or the sample of each row."""
         self._heads, self._uses, self._n, self._unspent = heads, uses, n, unspent
         self._known = [k for k, use in enumerate(uses) if use.node is not None]
         self._nodes = nodes = nodes_in_order(t for t, _ in heads)
-        self._can_run = bool(heads) and all(
-            not is_python(node, compiled) and can_run_twice(node) for node in nodes
+        self._can_run = bool(heads) and not any(
+            is_python(node, compiled) or not can_run_twice(node) for node in nodes
         )
         wanted = {uses[k].node for k in self._known}
         above: set[Any] = set()  # nodes that lead to a wanted node
@@ -87,14 +86,12 @@ class Seeding:
         metadata = (m for node in nodes for m in getattr(node, "_input_metadata", ()))
         self._half = any(m.dtype == torch.float16 for m in metadata)  # inside autocast, perhaps
         self._exponent, self._has_run = 0, False
-        self._plain: dict[int, RowSummary] = {}  # of the unscaled backward of prove()
+        self._plain: Summaries = {}  # of the unscaled backward of prove()
         self._owners_by_sizes: dict[Any, dict[int, Tensor]] = {}
 
     def prove(self) -> list[Finding] | None:
         """Return a finding for each use, or None if backwards cannot run.
-
-        Runs 1 + ceil(log16 N) backwards, and more in float16 or where sums change with their order.
-        """
+        It runs 1 + ceil(log16 N) backwards, more in float16 or where the order of sums changes."""
         if not self._can_run:
             return None
         digits = digits_of(self._n, 4 if self._half else 16)
@@ -114,14 +111,14 @@ class Seeding:
         return found
 
     def confirms(self, layouts: Sequence[int | None]) -> bool:
-        """Run one backward with the seeds of some samples zero, and return True if exactly their
-        rows are zero. layouts: of each use; None is not compared."""
+        """Run one backward in which the seeds of some samples are zero, and return True if all rows
+        of these samples are zero. layouts: of each use; None is not compared."""
         if not self._can_run:
             return False
-        silent = torch.rand(self._n, generator=torch.Generator().manual_seed(self._n)) < 0.5
-        silent[0], silent[-1] = True, False
+        loud = torch.rand(self._n, generator=torch.Generator().manual_seed(self._n)) < 0.5
+        loud[0], loud[-1] = True, False
         try:
-            found = self._summaries(torch.where(silent, 0, SILENT))
+            found = self._summaries(torch.where(loud, 0, SILENT))
         except Exception:
             return False
         flags = [torch.zeros((), dtype=torch.bool, device=self._heads[0][0].device)]
@@ -132,29 +129,25 @@ class Seeding:
             owner = self._owners(k).get(layout)
             if owner is None or rows.norms.numel() != len(owner):
                 return False
-            flags.append(_leaks(rows, silent[owner]))
+            flags.append(_leaks(rows, loud[owner]))
         return not bool(torch.stack(flags).any())
 
     def _prove_by_zeros(self, found: list[Finding], loose: Sequence[Finding]) -> None:
-        """Replace a finding by the loose one if silent samples leave exactly their rows zero.
-
+        """Replace a refusal by the loose finding if the rows of silent samples are always zero.
         On a GPU a sum may have another order, and another rounding, in each backward. But a sum of
-        zeros is zero in any order. For any two samples there is a backward in which only one of
-        them is silent.
-        """
+        zeros is zero in any order. For any two samples, one backward silences only one of them."""
         owned = {}
         for k, (finding, other) in enumerate(zip(found, loose, strict=True)):
             if isinstance(finding.layout, str) and isinstance(other.layout, int):
                 owned[k] = self._owners(k)[other.layout]
         if not owned:
             return
+        finite = {k: self._plain[k].norms.isfinite() for k in owned}
         flags = []
         for loud in halves(self._n):
             rows = self._summaries(torch.where(loud, self._exponent, SILENT))
-            flags.append(torch.stack([
-                _leaks(rows[k], loud[owner], self._plain[k].norms.isfinite())
-                for k, owner in owned.items()
-            ]))  # fmt: skip
+            leaks = [_leaks(rows[k], loud[owner], finite[k]) for k, owner in owned.items()]
+            flags.append(torch.stack(leaks))
         for k, mixes in zip(owned, torch.stack(flags).any(0).tolist(), strict=True):
             found[k] = found[k] if mixes else loose[k]
 
@@ -174,9 +167,9 @@ class Seeding:
 
     def _summaries(
         self, exponents: Tensor, heads: Sequence[tuple[Tensor, int | Tensor]] | None = None
-    ) -> dict[int, RowSummary]:
+    ) -> Summaries:
         """Run one backward, and return a summary of each use's rows."""
-        found: dict[int, RowSummary] = {}
+        found: Summaries = {}
 
         def record(k: int, grads: Any) -> None:
             """grads: by the outputs of the use's node."""
@@ -188,8 +181,8 @@ class Seeding:
         handles = [self._uses[k].node.register_prehook(partial(record, k)) for k in higher]
         try:
             roots = [seeded_root(t, exponents, d) for t, d in heads or self._heads]
-            edges = [GradientEdge(self._uses[k].node, self._uses[k].output_nr)
-                     for k in self._lowest]  # fmt: skip
+            lowest = (self._uses[k] for k in self._lowest)
+            edges = [GradientEdge(use.node, use.output_nr) for use in lowest]
             if not edges:
                 return found
             with self._unspent():
@@ -211,11 +204,7 @@ class Seeding:
         return 0
 
     def _findings(
-        self,
-        plain: dict[int, RowSummary],
-        scaled: Sequence[dict[int, RowSummary]],
-        digits: Sequence[Tensor],
-        tolerance: float = 0.0,
+        self, plain: Summaries, scaled: list[Summaries], digits: list[Tensor], tolerance: float = 0
     ) -> list[Finding]:
         """Return a finding for each use, with one read from the device for all of them."""
         found = [Finding(BATCH if use.node is None else None) for use in self._uses]
@@ -250,11 +239,9 @@ class Seeding:
         use = self._uses[k]
         key = *use.leads, use.second, use.minor, id(use.samples)
         if key not in self._owners_by_sizes:
-            self._owners_by_sizes[key] = (
-                owners(use.leads, self._n, use.second, use.minor)
-                if use.samples is None
-                else {BATCH: use.samples.cpu()}
-            )
+            packed = None if use.samples is None else {BATCH: use.samples.cpu()}
+            possible = packed or owners(use.leads, self._n, use.second, use.minor)
+            self._owners_by_sizes[key] = possible
         return self._owners_by_sizes[key]
 
     def _finding(self, owned: dict[int, Tensor], live: bool, flags: Sequence[bool]) -> Finding:
@@ -276,9 +263,7 @@ class Seeding:
 
 def _leaks(rows: RowSummary, loud: Tensor, counts: Tensor | None = None) -> Tensor:
     """Return a bool []: True if a row of a silent sample has a gradient.
-
-    loud: [rows], False for rows of silent samples. counts: [rows, 1], False for rows to ignore.
-    """
+    loud: [rows], False for rows of silent samples. counts: [rows, 1], False for rows to ignore."""
     leaks = (rows.norms != 0) & ~loud.to(rows.norms.device)[:, None]
     return (leaks if counts is None else leaks & counts).any()
 
@@ -291,10 +276,8 @@ def _compare(
     tolerance: float,
 ) -> Tensor:
     """Return flags [uses, 1 + 3 layouts] of uses whose summaries have the same key.
-
     The first: a row has a gradient. Then for each layout: all rows fit; all rows fit but faint
-    ones; each sample has a row that is not faint.
-    """
+    ones; each sample has a row that is not faint."""
     norms = torch.stack([rows.norms for rows in plain])  # [uses, rows, 1]
     projections = torch.stack([rows.projections for rows in plain])
     device, n, tolerance = norms.device, len(digits[0]), max(plain[0].tolerance, tolerance)
@@ -321,9 +304,7 @@ def heads_of(
     outputs: Sequence[Tensor], n: int, dims: dict[tuple[int, int], int], batch_dim: int
 ) -> tuple[Heads, Sequence[Heads]]:
     """Return outputs with the likely dimension of the samples, and with others of size N.
-
-    dims: proven dimensions, by the place of an output and its number of dimensions.
-    """
+    dims: proven dimensions, by the place of an output and its number of dimensions."""
     heads, rests = [], []
     for k, t in enumerate(outputs):
         fits = [d for d, size in enumerate(t.shape) if size == n]
@@ -361,9 +342,7 @@ def nodes_in_order(outputs: Iterable[Tensor]) -> list[Any]:
 
 def is_python(node: Any, compiled: bool = False) -> bool:
     """Return True if a node's backward is a user's Python, which may have side effects.
-
-    compiled: count the backward of a compiled part as safe.
-    """
+    compiled: count the backward of a compiled part as safe."""
     own = isinstance(node, torch.autograd.function.BackwardCFunction)
     return own and node.name() != FLEX and not (compiled and node.name() == COMPILED)
 
@@ -372,9 +351,7 @@ def owners(
     leads: Sequence[int], n: int, second: bool = False, minor: bool = False
 ) -> dict[int, Tensor]:
     """Return each layout that the sizes allow, with the sample of each row [prod(leads)].
-
-    csrc/nodes/site.cpp has the same.
-    """
+    csrc/nodes/site.cpp has the same."""
     row, found, leads = torch.arange(prod(leads)), {}, leads or [1]  # a scalar is one row
     if leads[0] % n == 0:
         found[BATCH] = row // (len(row) // n)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 Node = Any
+Edge = tuple[Node, int]
 Shape = tuple[int, ...]
 VIEWS = {f"{name}Backward0" for name in (
     "Alias", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "T", "ToCopy",
@@ -28,7 +29,7 @@ class Graph:
     def __init__(self, outputs: Iterable[Tensor]) -> None:
         # In the order of the outputs, so that every pass lists the nodes in the same order.
         self.roots = dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None)
-        self.parents: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.roots}
+        self.parents: dict[Node, list[Edge]] = {node: [] for node in self.roots}
         todo = list(self.parents)
         while todo:
             node = todo.pop()
@@ -49,24 +50,14 @@ class Graph:
 
     def climb(self, starts: Iterable[Node], goes_on: Callable[[int, Node], bool]) -> list[Node]:
         """Return the starts and the nodes above them, nearest first.
-
-        The consumers of the k-th node are visited only if goes_on(k, node).
-        """
-        found = list(dict.fromkeys(starts))
-        visited = set(found)
-        for k, node in enumerate(found):  # found grows
-            if goes_on(k, node):
-                fresh = dict.fromkeys(p for p, _ in self.parents.get(node, ()) if p not in visited)
-                found += fresh
-                visited.update(fresh)
-        return found
+        The consumers of the k-th node are visited only if goes_on(k, node)."""
+        parents = self.parents
+        return _reach(starts, lambda k, v: parents.get(v, ()) if goes_on(k, v) else ())
 
     def without(self, leaf: Node, uses: set[Node]) -> bool:
         """Remove the edges from a parameter to its modules, whose outputs are by the nodes `uses`.
-
-        Return False, and change nothing, if one of these nodes is not found above the parameter.
-        """
-        remaining: dict[Node, list[tuple[Node, int]]] = {}
+        Return False, and change nothing, if one of these nodes is not found above the parameter."""
+        remaining: dict[Node, list[Edge]] = {}
         hits: set[Node] = set()
         is_unused = leaf in self.parents and self._prune(leaf, uses, remaining, hits)
         if hits != uses:
@@ -77,59 +68,55 @@ class Graph:
         return True
 
     def _prune(
-        self,
-        node: Node,
-        uses: set[Node],
-        remaining: dict[Node, list[tuple[Node, int]]],
-        hits: set[Node],
+        self, node: Node, uses: set[Node], remaining: dict[Node, list[Edge]], hits: set[Node]
     ) -> bool:
         """Add the parents that remain to `remaining`; return True if no parent does.
-
         This is a method because a closure that calls itself would keep the graph alive until
-        garbage collection.
-        """
+        garbage collection."""
         parents = remaining[node] = []
         for parent, number in self.parents[node]:
             found = self._outputs_of(parent) & uses
             hits |= found
-            if not found and not (
-                parent.name() in VIEWS and self._prune(parent, uses, remaining, hits)
-            ):
+            is_view = parent.name() in VIEWS
+            if not found and not (is_view and self._prune(parent, uses, remaining, hits)):
                 parents.append((parent, number))
         return not parents and node not in self.roots
 
     def _outputs_of(self, node: Node) -> set[Node]:
         """Return the nodes that may be a module's output node: views of this one, a bias added."""
-        todo, visited = [node], {node}
-        for node in todo:  # todo grows
-            parents = {p for p, _ in self.parents.get(node, ()) if p.name() in OUTPUTS}
-            todo += parents - visited
-            visited |= parents
-        return visited
+
+        def edges(_: int, node: Node) -> list[Edge]:
+            return [e for e in self.parents.get(node, ()) if e[0].name() in OUTPUTS]
+
+        return set(_reach([node], edges))
 
 
-def nodes_below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
-    """Return the starts and all nodes below them, except parameters and those in `until`."""
-    found = [node for node in dict.fromkeys(starts) if node not in until]
-    visited = {*found, *until}
-    for node in found:  # found grows
-        children = (child for child, _ in node.next_functions if child and not is_leaf(child))
-        fresh = dict.fromkeys(child for child in children if child not in visited)
+def _reach(starts: Iterable[Node], edges: Callable[[int, Node], Iterable[Edge]]) -> list[Node]:
+    """Return the starts and the nodes that edges(k, node) lead to from the k-th, nearest first."""
+    found = list(dict.fromkeys(starts))
+    visited = set(found)
+    for k, node in enumerate(found):  # found grows
+        fresh = dict.fromkeys(other for other, _ in edges(k, node) if other not in visited)
         found += fresh
         visited.update(fresh)
     return found
 
 
+def nodes_below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
+    """Return the starts and all nodes below them, except parameters and those in `until`."""
+
+    def edges(_: int, node: Node) -> list[Edge]:
+        return [e for e in node.next_functions if e[0] and not is_leaf(e[0]) and e[0] not in until]
+
+    return _reach((node for node in starts if node not in until), edges)
+
+
 def coarsest_eps(ends: Iterable[Node], operands: Iterable[Tensor]) -> float:
     """Return the largest machine epsilon of the gradients from `ends` down to the operands."""
-    visited = {t.grad_fn for t in operands}
-    found = [node for node in ends if node not in visited]
-    dtypes: set[torch.dtype] = set()
-    for node in filter(None, found):  # found grows
-        dtypes.update(kind.dtype for kind in getattr(node, "_input_metadata", ()))
-        fresh = {child for child, _ in node.next_functions} - visited
-        found += fresh
-        visited.update(fresh)
+    until = {None, *(t.grad_fn for t in operands)}
+    starts = (node for node in ends if node not in until)
+    nodes = _reach(starts, lambda _, v: [e for e in v.next_functions if e[0] not in until])
+    dtypes = {kind.dtype for node in nodes for kind in getattr(node, "_input_metadata", ())}
     return max((torch.finfo(kind).eps for kind in dtypes if kind.is_floating_point), default=0.0)
 
 

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from .indices import Selection, select_along, select_by_indices
 from .layout import nodes_in_order
-from .nodes import Node, is_leaf, shape_of, to_signed
+from .nodes import Edge, Node, is_leaf, shape_of, to_signed
 
 Sizes = Sequence[int]
 Outs = dict[int, "Owned"]  # by the outputs of a node
 BROADCASTING = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")
 FAINT = -1e4  # an additive attention mask excludes a pair with a number below this
+READING = {"GatherBackward0", "IndexBackward0", "IndexSelectBackward0"}  # rows, by index
 # The operand of a product that has the rows of the output.
 ROWS_OPERAND = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0, "LinearBackward0": 0,
             "GroupedMmBackward0": 0, "MmBackward0": 0, "torchgradx::LayerBackward": 0}  # fmt: skip
@@ -44,13 +45,11 @@ class Owned:
 
 
 def owners_below(
-    outputs: Iterable[Tensor], heads: dict[tuple[Node, int], Owned], n: int, grid: Sizes
-) -> tuple[dict[tuple[Node, int], Owned], set[str], list[Tensor]]:
+    outputs: Iterable[Tensor], heads: dict[Edge, Owned], n: int, grid: Sizes
+) -> tuple[dict[Edge, Owned], set[str], list[Tensor]]:
     """Return the owners by edge, the names of the graph's nodes, and the first attention mask.
-
-    heads: the owners of the outputs. grid: the sizes of the rows of the model's inputs.
-    """
-    walk = _Walk(n, tuple(grid))
+    heads: the owners of the outputs. grid: the sizes of the rows of the model's inputs."""
+    walk = _Walk(n, tuple(grid), {})
     walk.found.update(heads)
     names: set[str] = set()
     masks: list[Tensor] = []
@@ -67,18 +66,11 @@ def owners_below(
 
 
 def owners_within(
-    end: tuple[Node, int],
-    rows: Tensor,
-    nodes: Iterable[Node],
-    n: int,
-    grid: Sizes,
-    only: Mapping[Node, int],
-) -> dict[tuple[Node, int], Owned]:
+    end: Edge, rows: Tensor, nodes: Iterable[Node], n: int, grid: Sizes, only: Mapping[Node, int]
+) -> dict[Edge, Owned]:
     """Return the owners by edge among `nodes`, which lie below the edge `end`.
-
     rows: the owners of `end`, whose rows have the sizes `grid`. only: for nodes with a parameter as
-    an operand, the operand that has the rows.
-    """
+    an operand, the operand that has the rows."""
     walk = _Walk(n, tuple(grid), only)
     walk.found[end] = Owned(rows, 0)
     for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
@@ -123,9 +115,7 @@ def mask_of(node: Node) -> Tensor | None:
 
 def mask_joins(mask: Tensor, owners: Tensor, n: int) -> Tensor | None:
     """Return a bool []: True if an attention mask lets a row see one of another sample.
-
-    owners: [B, T]. None: the mask has no pairs of these rows.
-    """
+    owners: [B, T]. None: the mask has no pairs of these rows."""
     if mask.dim() < 2 or mask.shape[-2:] != (owners.shape[1],) * 2:
         return None
     if mask.dim() > 2 and mask.shape[0] not in (1, len(owners)):
@@ -139,11 +129,9 @@ def mask_joins(mask: Tensor, owners: Tensor, n: int) -> Tensor | None:
 class _Walk:
     """Owners found so far, on the way down."""
 
-    def __init__(
-        self, n: int, grid: tuple[int, ...], only: Mapping[Node, int] | None = None
-    ) -> None:
-        self._n, self._grid, self._only = n, grid, only or {}
-        self.found: dict[tuple[Node, int], Owned] = {}
+    def __init__(self, n: int, grid: tuple[int, ...], only: Mapping[Node, int]) -> None:
+        self._n, self._grid, self._only = n, grid, only
+        self.found: dict[Edge, Owned] = {}
 
     def descend(self, node: Node) -> None:
         """Find the owners of a node's operands from those of its outputs."""
@@ -168,11 +156,12 @@ class _Walk:
             return True
         return name == "MmBackward0" and node.next_functions[0][0] is None  # a data matrix @ rows
 
-    def _merge(self, key: tuple[Node, int], shape: Sizes, new: Owned) -> None:
-        old = self.found.get(key)
+    def _merge(self, edge: Edge, shape: Sizes, new: Owned) -> None:
+        """Note the owners of an edge; where another path found some already, both must agree."""
+        old = self.found.get(edge)
         if old is None or old.owners is new.owners:
             flags = new.flags if old is None else tuple(dict.fromkeys((*old.flags, *new.flags)))
-            self.found[key] = Owned(new.owners, new.path if old is None else old.path, flags)
+            self.found[edge] = Owned(new.owners, new.path if old is None else old.path, flags)
             return
         longest = max(len(old.owners), len(new.owners))
         rows = shape[: max(0, _dims(shape, longest))]
@@ -180,7 +169,7 @@ class _Walk:
         if a is None or b is None:
             return
         flag = ((a != b) & (a != self._n) & (b != self._n)).any()
-        self.found[key] = Owned(torch.minimum(a, b), old.path, (*old.flags, *new.flags, flag))
+        self.found[edge] = Owned(torch.minimum(a, b), old.path, (*old.flags, *new.flags, flag))
 
     # Rules. Each yields the owners of an operand [*shape] from those of the node's outputs.
 
@@ -294,39 +283,29 @@ class _Walk:
             part = owners.narrow(dim, start, shape[dim])
         yield Owned(part.flatten(), out.path, out.flags)
 
-    def cross_read(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
-        """Cross a node that reads rows by index: a row belongs to the sample that reads it."""
-        out, made = outs[0], shape_of(node, 0)
-        selection = self._selection(node, shape)
+    def cross_indexed(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
+        """Cross a node that reads or writes rows by index.
+        A row belongs to the sample that reads it, or to that of the place it is written to."""
+        out, made, writes = outs[0], shape_of(node, 0), node.name() not in READING
+        if writes and operand == 0:
+            yield out
+            return
+        selection = self._selection(node, made if writes else shape)
         if selection is None:
             return
         index, size, dims, flags = selection
         if dims < 0:
             yield out
-            return
-        owners = owners_by(out, made, made[:dims])
-        if owners is None or len(owners) != len(index):
-            return
-        rows = owners.new_full([size], self._n).scatter_reduce_(0, index, owners, "amin")
-        mixes = ((rows[index] != owners) & (owners != self._n)).any()
-        yield Owned(rows, out.path, (*out.flags, *flags, mixes))
-
-    def cross_write(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
-        """Cross a node that writes rows by index: a row belongs to the sample of its new place."""
-        out, made = outs[0], shape_of(node, 0)
-        if operand == 0:
-            yield out
-            return
-        selection = self._selection(node, made)
-        if selection is None:
-            return
-        index, size, dims, flags = selection
-        if dims < 0:
-            yield out
-            return
-        owners = owners_by(out, made, made[: _dims(made, size)])
-        if owners is not None and len(owners) == size and len(index) in _counts(shape):
-            yield Owned(owners[index], out.path, (*out.flags, *flags))
+        elif writes:
+            owners = owners_by(out, made, made[: _dims(made, size)])
+            if owners is not None and len(owners) == size and len(index) in _counts(shape):
+                yield Owned(owners[index], out.path, (*out.flags, *flags))
+        else:
+            owners = owners_by(out, made, made[:dims])
+            if owners is not None and len(owners) == len(index):
+                rows = owners.new_full([size], self._n).scatter_reduce_(0, index, owners, "amin")
+                mixes = ((rows[index] != owners) & (owners != self._n)).any()
+                yield Owned(rows, out.path, (*out.flags, *flags, mixes))
 
     def _selection(self, node: Node, shape: Sizes) -> Selection | None:
         """Return the rows of a tensor [*shape] that a node's saved indices select, if known."""
@@ -342,9 +321,7 @@ def _saved_dim(node: Node, shape: Sizes, key: str = "dim") -> int:
 
 def _positions(node: Node, start: int, size: int, whole: int) -> Tensor:
     """Return the positions in an operand of the rows of one output of a select, slice or split.
-
-    start: where this output of a split begins. size, whole: of the output, of the operand.
-    """
+    start: where this output of a split begins. size, whole: of the output, of the operand."""
     step = 1
     if node.name() == "SelectBackward0":
         start = to_signed(node._saved_index) % whole
@@ -361,12 +338,11 @@ OWNER_RULES: dict[str, OwnerRule] = {
         _Walk.cross_permute: ("Transpose", "Permute"),
         _Walk.cross_part: ("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "UnsafeSplit"),
         _Walk.cross_concat: ("Cat", "Stack"),
-        _Walk.cross_read: ("Index", "IndexSelect", "Gather"),
-        _Walk.cross_write: ("IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl", "IndexReduce",
-                            "Scatter", "ScatterAdd", "ScatterReduce"),
+        _Walk.cross_indexed: ("Gather", "Index", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut",
+                              "IndexPutImpl", "IndexReduce", "Scatter", "ScatterAdd",
+                              "ScatterReduce"),
     }.items()
     for name in names
 }  # fmt: skip
 # Nodes that move rows by index.
-MAPPING = {name for name, rule in OWNER_RULES.items()
-           if rule in (_Walk.cross_read, _Walk.cross_write)}  # fmt: skip
+MAPPING = {name for name, rule in OWNER_RULES.items() if rule is _Walk.cross_indexed}

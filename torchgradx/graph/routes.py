@@ -28,8 +28,7 @@ WRITES = {f"{name}Backward0" for name in (
     "Scatter", "ScatterAdd", "ScatterReduce",
 )}  # fmt: skip
 INDEX_NAMES = ("index", "indices", "mask", "result1")  # the names under which they save indices
-OFFSET_NAMES = {"EmbeddingBagBackward0": ("offsets",),
-                "SegmentReduceBackward0": ("lengths", "offsets")}  # fmt: skip
+OFFSETS = {"EmbeddingBagBackward0": ("offsets",), "SegmentReduceBackward0": ("lengths", "offsets")}
 TRANSPOSES = {"CloneBackward0", "PermuteBackward0", "TBackward0", "ToCopyBackward0",
               "TransposeBackward0"}  # fmt: skip
 CONCATENATIONS = {"CatBackward0", "SelectScatterBackward0", "SliceScatterBackward0",
@@ -48,10 +47,8 @@ ANY_DIM = {"MaskedScatterBackward0", "MaskedSelectBackward0", "PackPaddedSequenc
 
 def routes_of(outputs: Iterable[Tensor], n: int, by_row: Mapping[Node, Any]) -> list[Any]:
     """Return the routes of the batch that a graph is of; empty if its values select nothing.
-
     A None in the list was not visible, and equals no other route. by_row: nodes that keep each
-    sample's rows apart, whatever they select, with a description that depends on no values.
-    """
+    sample's rows apart, whatever they select, with a description that depends on no values."""
     routes: list[Any] = []
     has_choice, notes = False, set()
     for node in nodes_below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
@@ -73,9 +70,9 @@ def routes_of(outputs: Iterable[Tensor], n: int, by_row: Mapping[Node, Any]) -> 
             indices = [*_indices(node, name, n)]
             has_choice = has_choice or bool(indices)
             routes += indices
-        if name in OFFSET_NAMES and not _is_table(node.next_functions[0][0]):
+        if name in OFFSETS and not _is_table(node.next_functions[0][0]):
             has_choice = True
-            routes += [_saved(node, key) for key in OFFSET_NAMES[name]]
+            routes += [_saved(node, key) for key in OFFSETS[name]]
         if name in POSITION_NAMES:
             routes.append(tuple(getattr(node, f"_saved_{key}") for key in POSITION_NAMES[name]))
     return [*sorted(notes), *(routes if has_choice else ())]
@@ -145,10 +142,8 @@ def _saved(node: Node, key: str) -> Tensor | bool | None:
 
 def _may_hold(shape: Sequence[int], dim: int, n: int) -> bool:
     """Return True if a dimension may hold samples.
-
     That is the first one if its size is a multiple of N, or off by one row (padding); the second
-    one if its size is a multiple of N and that of the first is not N; and any one of size N.
-    """
+    one if its size is a multiple of N and that of the first is not N; and any one of size N."""
     dim %= max(1, len(shape))
     first = dim == 0 and bool(shape) and min(shape[0] % n, -shape[0] % n) <= 1
     second = dim == 1 and shape[0] != n and shape[1] % n == 0

@@ -20,10 +20,8 @@ SILENT = -10000  # an exponent that makes the seed zero
 
 def seeded_root(t: Tensor, exponents: Tensor, dim: int | Tensor) -> Tensor:
     """Return a number whose gradient with respect to `t` is random, times 2^exponents[n].
-
     dim: the dimension of the samples, or the sample of each leading row as a Tensor [rows]. There
-    the last sample stands for "no sample", and its gradient is zero.
-    """
+    the last sample stands for "no sample", and its gradient is zero."""
     generator = torch.Generator(t.device).manual_seed(t.numel())
     gradient = torch.randn(t.shape, generator=generator, device=t.device).to(t.dtype)
     exponents = exponents.to(t.device, torch.int32)
@@ -50,9 +48,7 @@ def digits_of(n: int, base: int) -> list[Tensor]:
 
 def halves(n: int) -> list[Tensor]:
     """Return masks [N] that are False for each sample equally often, for no two in the same masks.
-
-    So for any two samples there is a mask that contains one and not the other.
-    """
+    So for any two samples there is a mask that contains one and not the other."""
     count = next(k for k in range(2, n + 2) if comb(k, k // 2) >= n)
     subsets = list(islice(combinations(range(count), count // 2), n))
     return [torch.tensor([k not in subset for subset in subsets]) for k in range(count)]
@@ -61,10 +57,8 @@ def halves(n: int) -> list[Tensor]:
 @dataclass(frozen=True)
 class RowSummary:
     """Projections and norms of the rows of an output gradient, which scale as the rows do.
-
     If another sample contributed to a row, each projection contains a random number as large as
-    that contribution. Four of them miss only what is as small as rounding.
-    """
+    that contribution. Four of them miss only what is as small as rounding."""
 
     elements: int  # of the gradient
     projections: Tensor  # [rows, up to 4]
@@ -79,7 +73,7 @@ class RowSummary:
 
     @staticmethod
     def of(g: Tensor, count: int, half: bool) -> RowSummary:
-        """Summarize a gradient of `count` rows. half: some gradient above it is float16."""
+        """Summarise a gradient of `count` rows. half: some gradient above it is float16."""
         # Scaling by powers of two rounds nothing, except numbers that become subnormal: many do
         # in float16.
         tolerance = 1e-2 if half else 1e-5

@@ -22,12 +22,15 @@ def leading_sizes(shape: Shape, n: int) -> Shape:
 
 def look_of(shape: Sequence[int], n: int) -> tuple[Any, ...]:
     """Return a key: a layout proven in one shape holds in another shape with the same key.
-
-    It has the number of leading 1s, since at T = 1 rows t*N+n and n*T+t are the same.
-    """
+    It has the number of leading 1s, since at T = 1 rows t*N+n and n*T+t are the same."""
     ones = next((d for d, size in enumerate(shape) if size != 1), len(shape))
     is_multiple = n > 0 and ones < len(shape) and shape[ones] % n == 0
     return ones, is_multiple, *(size == n for size in shape)
+
+
+def layout_of_shape(shape: Shape, n: int) -> int | None:
+    """Return the layout of an output of this shape if its leading sizes leave no doubt."""
+    return layout_from_sizes(leading_sizes(shape, n), n)
 
 
 def layout_from_views(
@@ -39,9 +42,7 @@ def layout_from_views(
 
 def layout_of_node(graph: Graph, use: Watched, n: int) -> int | None:
     """Return the layout of any node's output if its sizes leave no doubt.
-
-    It is stricter than layout_from_views(): the last dimensions may have size N by chance.
-    """
+    It is stricter than layout_from_views(): the last dimensions may have size N by chance."""
     views, shape = _views(graph, use.node, use.output_nr), shape_of(use.node, use.output_nr)
     if shape.count(n) > (layout_from_sizes(use.leads, n) is not None):
         return None
