@@ -36,7 +36,7 @@ Grads = Sequence[Tensor | None]  # by the outputs or the operands of a node
 
 
 class Descent:
-    """The way down through the graph of one pass. Its hooks own it, and it owns no node."""
+    """Descent through the graph of one pass. Its hooks own it, and it owns no node."""
 
     def __init__(
         self, run: Any, match: Match, lift: Any, parameters: Any, refuse: Callable[[str], None]
@@ -70,8 +70,7 @@ class Descent:
     @untraced
     def _wants(self) -> int:
         """Return 1 if squared norms are needed, 2 for per-sample gradients too, 0 for else."""
-        if self._task != torch._C._current_graph_task_id():
-            self._begin()
+        self._begin()
         if not self._counts or torch.is_grad_enabled() or self._compares:
             return 0
         return 1 if self._is_final else 2 * self._books
@@ -83,9 +82,8 @@ class Descent:
 
     @untraced
     def _arrive(self, station: Station, incoming: Grads) -> None:
-        """Take the gradients through a node that the backward has reached."""
-        if self._task != torch._C._current_graph_task_id():
-            self._begin()
+        """Take per-sample gradients through a node that the backward has reached."""
+        self._begin()
         if torch.is_grad_enabled() or not self._counts:
             return  # create_graph is refused by the call that reads
         node = torch._C._current_autograd_node()
@@ -109,8 +107,11 @@ class Descent:
             self._refuse(cause("failed", error=f"at {node.name()}: {error}"))
 
     def _begin(self) -> None:
-        """Begin a backward: decide what it needs."""
-        self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
+        """Decide what this backward needs, when it reaches its first node."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task, self._rounding = task, 0.0
         self._received.clear()
         self._ready.clear()
         arrives = any(self._run.arrive([leaf.place], True) for leaf in self._leaves)
@@ -260,8 +261,7 @@ class Descent:
         if isinstance(product, Tensor):  # a view or a cast on the path may have changed both
             product = product.reshape(len(product), *parameter.shape).to(parameter.dtype)
         if is_compared:
-            total = by_sample.total(product)
-            self._recorder.add_recorded(leaf.place, total, self._rounding)
+            self._recorder.add_recorded(leaf.place, by_sample.total(product), self._rounding)
         return by_sample.sq_norms(product) if leaf.is_alone and self._is_final else product
 
     def _store(self, station: Station, operand: int, whole: Gradients) -> None:

@@ -134,8 +134,8 @@ class Region:
             is_single = len(self._graph.numbers(node)) < 2
             layouts[node] = layout if is_single and isinstance(layout, int) else None
         for (node, use), finding in zip(columns, rest[: len(columns)], strict=True):
-            has_one = use.leads[1] == self._n  # column per sample
-            is_last = finding.layout == SECOND or (finding.layout == SEQUENCE and has_one)
+            is_exact = use.leads[1] == self._n  # one column per sample
+            is_last = finding.layout == SECOND or (finding.layout == SEQUENCE and is_exact)
             if is_last and layouts[node] is None:
                 layouts[node] = LAST
         for (node, _), finding in zip(middles, rest[len(columns) :], strict=True):
@@ -144,7 +144,7 @@ class Region:
         return layouts
 
 
-def make_plan(
+def plan_lift(
     n: int, graph: Graph, groups: Sequence[Climb], region: Region, layouts: dict[Node, int | None]
 ) -> LiftPlan:
     """Return the plan of the uses from which a climb ends at nodes with proven layouts only."""

@@ -23,7 +23,7 @@ from ..ops import NATIVE
 from ..refusals import cause
 from ..sites.site import Site
 from .descent import Descent
-from .frontier import Climb, IsConstant, LiftPlan, Region, make_plan
+from .frontier import Climb, IsConstant, LiftPlan, Region, plan_lift
 from .stations import Leaf, Match, Path, Trail, find_path
 from .uses import Use, Uses
 
@@ -107,7 +107,7 @@ class Lift:
                 groups.append(Climb(k, own, asking.is_able if runs_once else is_cheap))
         groups += [Climb(k, uses.own(k, graph), asking.is_able) for k in read]
         layouts = start.region.layouts(of_region, proven)
-        plan = make_plan(n, graph, groups, start.region, layouts)
+        plan = plan_lift(n, graph, groups, start.region, layouts)
         return plan if plan.starts else None
 
     def _large_weight(self, n: int, leaves: Sequence[Node]) -> int:

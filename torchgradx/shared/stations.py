@@ -32,8 +32,8 @@ class Station:
     """One node of a path, and where the gradients of its operands go."""
 
     key: int
-    layout: int | None  # of the samples in the output of a frontier node; None: another node
-    output: int
+    layout: int | None  # of the samples in the output; None: below the frontier
+    output: int  # its number
     inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # key and output of a node
     leaves: dict[int, Leaf] = field(default_factory=dict)
 
@@ -112,7 +112,7 @@ def find_path(
         for operand, (child, _) in enumerate(node.next_functions):
             if child and is_leaf(child) and (node in inside or child in inside):
                 leaf = leaf_of(id(child.variable))
-                if leaf and leaf.edges:  # edges of the module's own calls were taken out of graph
+                if leaf and leaf.edges:  # `graph` lacks the edges of modules' own calls
                     if node not in {parent for parent, _ in graph.parents[child]}:
                         continue
                     if node.name() == CAST:  # one cast serves all uses
@@ -130,7 +130,7 @@ def find_path(
         for operand, (child, output) in enumerate(node.next_functions):
             if child in inside and child in useful:
                 by_node[node].inward[operand] = keys[child], output
-    casts = {node for node in ends if node.name() == CAST}  # each of their edges is counted
+    casts = {node for node in ends if node.name() == CAST}  # each of their edges is counted instead
     guarded = {n: n in inside for n in by_node if n in useful - casts and not is_leaf(n)}
     links: list[Node] = []
     for node, station in by_node.items():
@@ -142,7 +142,7 @@ def find_path(
 
 def _shorten(graph: Graph, by_node: dict[Node, Station], node: Node, operand: int) -> list[Node]:
     """Serve a parameter at a frontier node if all nodes between pass on their gradient unchanged.
-    So is the weight in x * (1 + weight). Return the sums between."""
+    An example is the weight in x * (1 + weight). Return the sums between."""
     links = [node.next_functions[operand][0]]
     while (station := by_node[links[-1]]).inward and not station.leaves:
         if not is_passthrough(links[-1]):

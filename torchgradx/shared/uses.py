@@ -60,7 +60,8 @@ class Uses:
     ) -> tuple[Graph, set[int]]:
         """Return the graph without the edges of modules' own calls to the parameters at `places`
         (None: all), and the places whose edges were removed."""
-        graph, nodes, others = Graph(self._outputs), dict[int, set[Node]](), set[int]()
+        graph = Graph(self._outputs)
+        nodes, others = dict[int, set[Node]](), set[int]()  # of plain calls; with other calls
         places = self._all_places if places is None else places
         if not places:
             return graph, set()
