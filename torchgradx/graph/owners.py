@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .indices import Selection, select_along, select_by_indices
+from .indices import select_along, select_by_indices
 from .layout import nodes_in_order
 from .nodes import Edge, Node, is_leaf, shape_of, to_signed
 
@@ -290,7 +290,12 @@ class _Walk:
         if writes and operand == 0:
             yield out
             return
-        selection = self._selection(node, made if writes else shape)
+        sizes = made if writes else shape
+        if hasattr(node, "_saved_indices"):
+            selection = select_by_indices(saved_value(node, "indices"), sizes)
+        else:
+            dim, saved = _saved_dim(node, sizes), saved_value(node, "index")
+            selection = select_along(dim, saved, sizes, self._grid)
         if selection is None:
             return
         index, size, dims, flags = selection
@@ -306,13 +311,6 @@ class _Walk:
                 rows = owners.new_full([size], self._n).scatter_reduce_(0, index, owners, "amin")
                 mixes = ((rows[index] != owners) & (owners != self._n)).any()
                 yield Owned(rows, out.path, (*out.flags, *flags, mixes))
-
-    def _selection(self, node: Node, shape: Sizes) -> Selection | None:
-        """Return the rows of a tensor [*shape] that a node's saved indices select, if known."""
-        if hasattr(node, "_saved_indices"):
-            return select_by_indices(saved_value(node, "indices"), shape)
-        dim, index = _saved_dim(node, shape), saved_value(node, "index")
-        return select_along(dim, index, shape, self._grid)
 
 
 def _saved_dim(node: Node, shape: Sizes, key: str = "dim") -> int:
