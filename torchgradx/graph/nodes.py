@@ -1,7 +1,7 @@
 """Autograd nodes: which nodes consume which, and the shapes and dtypes of their outputs.
 
-A node is named by an edge (node, number): `number` is the output of the node that is consumed. Only
-`Graph` knows consumers (parents), since a node knows only what it consumes (next_functions).
+A node knows only what it consumes: next_functions are edges (node, number), where `number` is the
+consumed output of that node. Graph.parents has the consumers of a node, with the same number.
 """
 
 from __future__ import annotations
