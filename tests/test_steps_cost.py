@@ -201,7 +201,7 @@ WAYS = {  # options of attach, what reads, reads of the CPU's own memory that de
 @pytest.mark.skipif(not ops.NATIVE, reason="is of the kernels")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_steady_step_waits_for_nothing(way, monkeypatch):
-    monkeypatch.setattr(modes, "_off", contextlib.nullcontext)  # the counter hears ours too
+    monkeypatch.setattr(modes, "_disabled", contextlib.nullcontext)  # the counter hears ours too
     options, reads, allowed = WAYS[way]
     torch.manual_seed(0)
     model = transformer().to(DEVICE)
@@ -221,7 +221,7 @@ def test_a_steady_step_waits_for_nothing(way, monkeypatch):
 @pytest.mark.parametrize("way", ["grouped", "grouped, biased", "batched, turned"])
 def test_experts_are_waited_for_once_a_call(way, monkeypatch):
     """In the forward, for whose rows they have, and how many. No sample is in E columns."""
-    monkeypatch.setattr(modes, "_off", contextlib.nullcontext)
+    monkeypatch.setattr(modes, "_disabled", contextlib.nullcontext)
     model, copied, cpu = mixture(WAYS_OF_EXPERTS[way]()).to(DEVICE), [], torch.Tensor.cpu
     with torchgradx.attach(model, loss_reduction="sum") as probe:
         for _ in range(3):

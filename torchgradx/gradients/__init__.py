@@ -1,1 +1,1 @@
-"""Gradients by sample of one parameter, as the factors that they are made of."""
+"""Per-sample gradients of one parameter, mostly as factors rather than as tensors [N, *shape]."""

@@ -1,14 +1,15 @@
-"""Gradients by sample of one parameter, and the sums and norms that are asked of them.
+"""Per-sample gradients of one parameter, and the sums, norms and dot products of them.
 
-They are a Tensor [N, *shape], or the factors that it is the product of: [N, A, B] would be as large
-as N weights. Each kind of factors answers by its methods; the functions here take both.
+They are a Tensor [N, *shape] or `Factored`: the factors whose product they are, since [N, A, B]
+would be as large as N weights. Each kind of factors answers by its methods. The functions here take
+both. Squared norms and weighted sums are accumulated in float32, or float64 for float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,44 +20,45 @@ from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
 
 GRADIENT_ELEMENTS = 1 << 23  # of per-sample gradients at a time: 32 MiB of float32
+W = TypeVar("W", bound="OfWeight")
 _sum = torch.ops.torchgradx.affine_sum.default if ops.NATIVE else None
 
 
 class Factored(Protocol):
-    """Gradients [N, *shape] of one parameter, as the factors that they are made of."""
-
-    def __len__(self) -> int:
-        """N"""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the gradients."""
+    """Gradients [N, *shape] of one parameter as factors."""
 
     @property
     def operands(self) -> list[Tensor]:
-        """Return the factors that others may write into."""
+        """Return the factors, which others may write into."""
+
+    def __len__(self) -> int:
+        return len(self.operands[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.operands[-1].dtype
 
     def in_full(self) -> Tensor:
-        """[N, *shape]"""
+        """Return the gradients [N, *shape]."""
 
     def total(self) -> Tensor:
-        """[*shape]: the sum over the samples."""
+        """Return the sum over the samples [*shape]."""
 
     def size(self) -> float:
-        """Return a bound of the norm of all gradients together."""
+        """Return an upper bound of the norm of all gradients together."""
 
     def sq_norms(self) -> Tensor:
-        """[N]"""
+        """Return the squared norms [N]."""
 
     def along(self, direction: Tensor) -> Tensor:
-        """[N]: products with a direction [*shape]."""
+        """Return the dot products [N] with a direction [*shape]."""
 
     def weighted(self, factors: Tensor) -> Tensor:
-        """[*shape]: the sum over the samples, each times its factor [N]; those of 0 left out."""
+        """Return the sum over the samples [*shape], each times its factor [N].
+        A sample with factor 0 is left out, even if its gradient is not finite."""
 
     def to_add(self) -> Sequence[Tensor]:
-        """Return it as Pass.add takes it: gradients, or gradients and activations, or rows and
-        ids."""
+        """Return the arguments of Pass.add: gradients; gradients and activations; rows and ids."""
         return (self.in_full(),)
 
     def added(self, other: Gradients) -> Gradients:
@@ -65,24 +67,27 @@ class Factored(Protocol):
 
 
 class OfWeight(Factored, Protocol):
-    """Gradients of a weight [A, *] from its product with rows or images, row by row."""
+    """Gradients of a weight [A, *] that multiplies rows or images; its rows are independent."""
 
     shape: Sequence[int]  # of the weight
 
-    def part(self, samples: slice) -> OfWeight:
-        """Return those of some samples."""
+    def replaced(self: W, *operands: Tensor) -> W:
+        """Return the same with other factors."""
 
-    def to(self, dtype: torch.dtype) -> OfWeight:
-        """Convert the factors."""
+    def part(self: W, samples: slice) -> W:
+        return self.replaced(*(t[samples] for t in self.operands))
 
-    def times(self, rows: Tensor) -> OfWeight:
-        """Multiply each row of the weight's gradients by its number [A]."""
+    def to(self: W, dtype: torch.dtype) -> W:
+        return self.replaced(*(t.to(dtype) for t in self.operands))
+
+    def times(self: W, rows: Tensor) -> W:
+        """Multiply each row of the weight's gradients by its number in `rows` [A]."""
 
     def along_rows(self, matrix: Tensor) -> Tensor:
-        """[N, A]: the product of each row with that of a matrix [A, B]; one may be all rows'."""
+        """Return the dot products [N, A] of the rows with those of `matrix` [A or 1, B]."""
 
     def parts(self) -> Iterator[Tensor]:
-        """Yield [n, *shape], so many samples at a time."""
+        """Yield gradients [n, *shape] of a few samples at a time."""
         step = chunks.chunks(len(self), prod(self.shape))
         return (self.part(samples).in_full() for samples in step)
 
@@ -99,6 +104,7 @@ def total(g: Gradients) -> Tensor:
 
 
 def size(g: Gradients) -> float:
+    """Return the norm of all gradients together, or an upper bound of it."""
     if not isinstance(g, Tensor):
         return g.size()
     g = torch.view_as_real(g.resolve_conj()) if g.is_complex() else g
@@ -108,7 +114,7 @@ def size(g: Gradients) -> float:
 def sq_norms(g: Gradients) -> Tensor:
     if not isinstance(g, Tensor):
         return g.sq_norms()
-    rows = g[:, None].flatten(1)  # of a single number: [N]
+    rows = g[:, None].flatten(1)  # also where a gradient is a scalar: g is [N]
     return torch.linalg.vector_norm(rows, dim=1, dtype=accumulation_dtype(g.dtype)).square()
 
 
@@ -135,7 +141,7 @@ def added(g: Gradients, other: Gradients | None) -> Gradients:
 
 
 class BySample:
-    """Gradients of one parameter, kept as they are for clipping."""
+    """Gradients of one parameter, kept for clipping."""
 
     runs_again = False
 
@@ -152,7 +158,9 @@ class BySample:
 
 
 def deliver(run: Any, recorder: Any, place: int, g: Gradients) -> None:
-    """Give a pass the gradients by sample of one parameter."""
+    """Record the gradients of the parameter at `place` in a pass.
+    If other uses of the parameter are still to come, the pass waits for them; else it takes the
+    squared norms."""
     if run.waits(place):
         run.add(place, *to_add(g))
     else:
@@ -161,9 +169,9 @@ def deliver(run: Any, recorder: Any, place: int, g: Gradients) -> None:
 
 
 def keep(run: Any, recorder: Any, place: int, g: Gradients) -> None:
-    """Keep what clipping needs of them, and make their products with a direction."""
+    """Keep the gradients for clipping, and record their dot products with the direction, if any."""
     if recorder.books:
-        # of one sample it becomes .grad, into which another backward adds
+        # Of one sample the tensor becomes .grad, into which later backwards add.
         run.book(BySample(place, g.clone() if run.n == 1 and isinstance(g, Tensor) else g))
     direction = run.directions[place] if run.directions else None
     if direction is not None:

@@ -1,4 +1,7 @@
-"""Gradients by sample of several matrices that are one parameter [E, A, B], as rows of each."""
+"""Per-sample gradients of a parameter [E, A, B] that holds E matrices, as rows of each matrix.
+
+A pair is a sample n and a matrix e, with the number n*E + e.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +18,32 @@ from .outer import Outer
 
 
 class Pairs:
-    """Rows of a sample and a matrix each, ordered by these and by how many a pair has.
-
-    lengths: of each pair, on the device. known: the same; a copy on the CPU waits for nothing.
-    """
+    """The pair of each row, and the number of rows of each pair.
+    of_rows: the pair of each row [R]; N*E for rows of no pair. lengths: rows of each pair [N*E].
+    known: equal to `lengths`; a copy of them on the CPU avoids a wait for the device."""
 
     def __init__(self, owners: Tensor, matrix: Tensor, count: int, matrices: int) -> None:
-        """owners: [R], N: of none. matrix: [R], E: of none."""
+        """owners: the sample of each row [R], N for none. matrix: its matrix [R], E for none.
+        count, matrices: N and E."""
         self.count, self.matrices = count, matrices
         pairs = count * matrices
-        none = (owners == count) | (matrix == matrices)
-        self.of_rows = (owners * matrices + matrix).masked_fill(none, pairs)
+        has_none = (owners == count) | (matrix == matrices)
+        self.of_rows = (owners * matrices + matrix).masked_fill(has_none, pairs)
         lengths = self.of_rows.new_zeros(pairs + 1)
         self.lengths = lengths.index_add_(0, self.of_rows, torch.ones_like(self.of_rows))[:pairs]
         self.known = self.lengths
 
     @cached_property
     def by_length(self) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """Pairs by their lengths, the order of the rows, and each length with its count."""
+        """Return the pairs sorted by length, the rows in this order, and (length, pairs) counts."""
         by_length = self.lengths.argsort(stable=True)
         rank = torch.full((len(by_length) + 1,), len(by_length), device=by_length.device)
         rank[by_length] = torch.arange(len(by_length), device=by_length.device)
-        sizes = torch.stack(self.known.unique(return_counts=True), 1)
-        return by_length, rank[self.of_rows].argsort(stable=True), sizes.tolist()
+        counts = torch.stack(self.known.unique(return_counts=True), 1)
+        return by_length, rank[self.of_rows].argsort(stable=True), counts.tolist()
 
-    def summed(self, left: Tensor, right: Tensor) -> Tensor:
-        """[E, A, B]: the sum of left^T right over all rows of each matrix."""
+    def sum_products(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return [E, A, B]: for each matrix, left^T right over all its rows."""
         matrix = self.of_rows % self.matrices + self.matrices * (self.of_rows == len(self.lengths))
         order = matrix.argsort(stable=True)
         counts = self.known.view(self.count, self.matrices).sum(0).tolist()
@@ -51,7 +54,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Grouped(Factored):
-    """[N, E, A, B], of which a sample's e-th matrix is left^T right over the rows of both."""
+    """Gradients [N, E, A, B]; that of a pair is left^T right over the rows of the pair."""
 
     left: Tensor  # [R, A]
     right: Tensor  # [R, B]
@@ -61,29 +64,24 @@ class Grouped(Factored):
         return self.pairs.count
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
-
-    @property
     def operands(self) -> list[Tensor]:
         return [self.left, self.right]
 
     def by_length(self) -> Iterator[tuple[Outer, Tensor, Tensor]]:
-        """Yield pairs of a sample and a matrix that have as many rows: their [P, A, B], the samples
-        and the matrices."""
-        by_length, order, sizes = self.pairs.by_length
+        """Yield the gradients [P, A, B] of the pairs of one length, their samples and matrices."""
+        by_length, order, counts = self.pairs.by_length
         left, right = self.left[order], self.right[order]
         first = row = 0
-        for length, count in sizes:
-            those, rows = by_length[first : first + count], length * count
+        for length, count in counts:
+            pairs, rows = by_length[first : first + count], length * count
             first += count
             if length:
                 part = (t[row : row + rows].view(count, length, -1) for t in (left, right))
-                yield Outer(*part), those // self.pairs.matrices, those % self.pairs.matrices
+                yield Outer(*part), pairs // self.pairs.matrices, pairs % self.pairs.matrices
             row += rows
 
     def of_biases(self) -> Tensor:
-        """[N, E, B]: where `left` is ones."""
+        """Return [N, E, B]: the sums of `right`, where `left` is ones."""
         wide = self.right.to(accumulation_dtype(self.dtype))
         full = wide.new_zeros(len(self.pairs.lengths) + 1, wide.shape[1])
         full = full.index_add_(0, self.pairs.of_rows, wide)[:-1].to(self.dtype)
@@ -97,16 +95,16 @@ class Grouped(Factored):
         return full
 
     def total(self) -> Tensor:
-        return self.pairs.summed(self.left, self.right)
+        return self.pairs.sum_products(self.left, self.right)
 
     def size(self) -> float:
         return float((self.left.norm(dim=1) * self.right.norm(dim=1)).sum())
 
     def sq_norms(self) -> Tensor:
-        found = self.left.new_zeros(len(self), dtype=accumulation_dtype(self.dtype))
+        norms = self.left.new_zeros(len(self), dtype=accumulation_dtype(self.dtype))
         for outer, samples, _ in self.by_length():
-            found.index_add_(0, samples, outer.sq_norms().to(found.dtype))
-        return found
+            norms.index_add_(0, samples, outer.sq_norms().to(norms.dtype))
+        return norms
 
     def along(self, direction: Tensor) -> Tensor:
         dots = direction.new_zeros(len(self))
@@ -118,7 +116,6 @@ class Grouped(Factored):
     def weighted(self, factors: Tensor) -> Tensor:
         wide = accumulation_dtype(self.dtype)
         by_pair = factors.to(wide).repeat_interleave(self.pairs.matrices)
-        of_rows = torch.cat([by_pair, by_pair.new_zeros(1)])[self.pairs.of_rows, None]
-        left, right = (torch.where(of_rows != 0, t, 0).to(wide)  # whatever its numbers
-                       for t in (self.left, self.right))  # fmt: skip
-        return self.pairs.summed(left, right * of_rows)
+        by_row = torch.cat([by_pair, by_pair.new_zeros(1)])[self.pairs.of_rows, None]
+        left, right = (torch.where(by_row != 0, t, 0).to(wide) for t in self.operands)
+        return self.pairs.sum_products(left, right * by_row)

@@ -1,5 +1,4 @@
-"""Gradients by sample of a matrix: as the rows of a product x @ w, as those that ids look up in a
-table, and taken on, row by row, to what a weight was computed from."""
+"""Per-sample gradients of a matrix that multiplies rows, of a table, and of a computed weight."""
 
 from __future__ import annotations
 
@@ -14,22 +13,15 @@ from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
 from .by_sample import Factored, Gradients, OfWeight, sq_norms
 
-MIN_REMAINDER = 0.05  # of rows' squares: what is left has lost two digits
+MIN_REMAINDER = 0.05  # if less of a squared norm is left after subtraction, two digits are lost
 
 
 @dataclass(frozen=True)
 class Outer(OfWeight):
-    """[N, A, B], of which a sample's is left^T right."""
+    """Gradients [N, A, B]; that of a sample is left^T right."""
 
     left: Tensor  # [N, T, A]
     right: Tensor  # [N, T, B]
-
-    def __len__(self) -> int:
-        return len(self.left)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.left.dtype
 
     @property
     def shape(self) -> Sequence[int]:  # type: ignore[override]
@@ -39,15 +31,12 @@ class Outer(OfWeight):
     def operands(self) -> list[Tensor]:
         return [self.left, self.right]
 
+    def replaced(self, *operands: Tensor) -> Outer:
+        return Outer(*operands)
+
     def transposed(self) -> Outer:
-        """[N, B, A]"""
+        """Return the gradients [N, B, A] of the transposed matrix."""
         return Outer(self.right, self.left)
-
-    def to(self, dtype: torch.dtype) -> Outer:
-        return Outer(self.left.to(dtype), self.right.to(dtype))
-
-    def part(self, samples: slice) -> Outer:
-        return Outer(self.left[samples], self.right[samples])
 
     def times(self, rows: Tensor) -> Outer:
         return Outer(self.left * rows, self.right)
@@ -88,18 +77,11 @@ class Outer(OfWeight):
 
 @dataclass(frozen=True)
 class LookedUp(Factored):
-    """[N, V, D], of which a sample's has its rows added up where its ids say."""
+    """Gradients [N, V, D] of a table; that of a sample has its rows added at their ids."""
 
     ids: Tensor  # [N, T]
     rows: Tensor  # [N, T, D]
     count: int  # V
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.rows.dtype
 
     @property
     def operands(self) -> list[Tensor]:
@@ -119,7 +101,7 @@ class LookedUp(Factored):
         return zeros.scatter_add_(1, self.ids.unsqueeze(2).expand_as(self.rows), self.rows)
 
     def total(self) -> Tensor:
-        return self._added_up(self.rows)
+        return self._scatter(self.rows)
 
     def size(self) -> float:
         return float(self.rows.norm(dim=2, dtype=accumulation_dtype(self.dtype)).sum())
@@ -132,51 +114,45 @@ class LookedUp(Factored):
 
     def weighted(self, factors: Tensor) -> Tensor:
         wide, factors = accumulation_dtype(self.dtype), factors.view(-1, 1, 1)
-        kept = torch.where(factors != 0, self.rows, 0)  # whatever its numbers
-        return self._added_up(kept.to(wide) * factors.to(wide))
+        rows = torch.where(factors != 0, self.rows, 0)
+        return self._scatter(rows.to(wide) * factors.to(wide))
 
-    def _added_up(self, rows: Tensor) -> Tensor:
+    def _scatter(self, rows: Tensor) -> Tensor:
         zeros = rows.new_zeros(self.count, rows.shape[2])
         return zeros.index_add_(0, self.ids.flatten(), rows.flatten(0, 1))
 
 
 @dataclass(frozen=True)
 class Rowwise(Factored):
-    """[N, *shape]: gradients of a computed weight, as those of what it was computed from: row by
-    row, without what lies along units, times a scale."""
+    """Gradients [N, *shape] of v, from which a weight was computed row by row.
+    A row of v's gradient is that of the weight's, less its components along unit vectors, times a
+    scale. So normalisations of a weight are served from the factors of the weight's gradient."""
 
-    of: OfWeight
-    shape: Sequence[int]  # of what it was computed from
-    scale: Tensor | None = None  # [rows]; None: it is the weight, in another shape
-    units: Sequence[Tensor] = ()  # [rows or 1, *], orthogonal, of norm 1 or less by row
-    along_units: Sequence[Tensor] = ()  # [N, rows]: products with each unit
-    dim: int = 0  # of the rows in `shape`, where they are not those of the matrices
-
-    def __len__(self) -> int:
-        return len(self.of)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.of.dtype
+    of: OfWeight  # the gradients of the weight
+    shape: Sequence[int]  # of v
+    scale: Tensor | None = None  # [rows]; None: the weight is v, in another shape
+    units: Sequence[Tensor] = ()  # [rows or 1, *]: orthogonal, with rows of norm 1 or less
+    along_units: Sequence[Tensor] = ()  # [N, rows]: dot products of the weight's rows with a unit
+    dim: int = 0  # of v, along which its rows are
 
     @property
     def operands(self) -> list[Tensor]:
-        return self.of.operands  # nobody else has the others
+        return self.of.operands  # the other tensors are ours alone
 
     def back(self, g: Tensor) -> Tensor:
-        """Take gradients [n, *] of the weight to [n, *shape]; a symmetric map."""
+        """Map gradients [n, *] of the weight to those of v [n, *shape]; the map is symmetric."""
         if self.scale is not None:
             g = rest = g.reshape(len(g), *self.units[-1].shape)
             for unit in self.units:
-                rest = rest - unit * by_row(g * unit, self.dim)
+                rest = rest - unit * sum_by_row(g * unit, self.dim)
             g = rest * self.scale.view([-1 if d == self.dim else 1 for d in range(g.dim() - 1)])
         return g.reshape(len(g), *self.shape)
 
     def along_rows(self, unit: Tensor, dim: int) -> Tensor:
-        """[N, rows]: products of the weight's rows with a unit's."""
+        """Return the dot products [N, rows] of the weight's rows with the rows of a unit."""
         if not dim:
             return self.of.along_rows(unit.flatten(1))
-        each = (by_row(g.reshape(-1, *unit.shape) * unit, dim) for g in self.of.parts())
+        each = (sum_by_row(g.reshape(-1, *unit.shape) * unit, dim) for g in self.of.parts())
         return torch.cat([*each]).flatten(1)
 
     def in_full(self) -> Tensor:
@@ -206,6 +182,6 @@ class Rowwise(Factored):
         return self.back(self.of.weighted(factors)[None])[0]
 
 
-def by_row(products: Tensor, dim: int) -> Tensor:
-    """Sum [N, *] over all but the samples and the rows, which are dimension `dim` of *."""
+def sum_by_row(products: Tensor, dim: int) -> Tensor:
+    """Sum [N, *] over all dimensions but N and the rows, which are dimension `dim` of *."""
     return products.sum([d for d in range(1, products.dim()) if d != 1 + dim], True)

@@ -1,7 +1,8 @@
-"""A graph node's vector-Jacobian products sample by sample, from a gradient of all samples.
+"""Vector-Jacobian products of a graph node, per sample, from one gradient of all samples.
 
-In closed form where one is as cheap as the node itself; else the node is called, mapped over the
-samples where its output has none, or with all samples but one masked where it has.
+On the frontier (shared/frontier.py) a node's output has rows by sample: `closed_form`. Below it, no
+output has, and the gradients are [N, *shape]: `pass_factors` and `closed_form_below`. Where none of
+these applies, the node is called: mapped over the samples, or with all samples but one masked.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from .convolved import Convolved
 from .outer import LookedUp, Outer, Rowwise
 
 CAST = "ToCopyBackward0"  # autocast's
-MAX_LOOPED = 8  # samples
+MAX_LOOPED = 8  # samples; for fewer a loop is faster than to set up vmap
 CONVOLUTION = "ConvolutionBackward0"
 ADD = "AddBackward0"
 EMBEDDING = "EmbeddingBackward0"
-INDEX_PUT = "IndexPutBackward0"  # x[mask] = values, operand 1
-# A node's product elementwise, before it is summed over what the operand was broadcast along.
+INDEX_PUT = "IndexPutBackward0"  # x[mask] = values, which are operand 1
+# Products of elementwise nodes, before the sum over the dimensions that an operand is broadcast to.
 ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     ADD: lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
     "SubBackward0": lambda node, k, g: g * -node._saved_alpha if k else g,
@@ -42,24 +43,25 @@ ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
         node._saved_condition if k else ~node._saved_condition, 0
     ),
 }
+# Nodes that pass on the gradient in another shape or dtype.
 LINKS = {CAST, *(f"{name}Backward0" for name in (
     "Alias", "Clone", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
 ))}  # fmt: skip
-# Of one operand, which each element's gradient reaches times a factor of its own.
+# Nodes with one operand, that multiply each element's gradient by a factor.
 POINTWISE = {f"{name}Backward{k}" for k in (0, 1) for name in (
     "Abs", "Exp", "Log", "Neg", "Pow", "Relu", "Sigmoid", "Silu", "Softplus", "Tanh",
 )}  # fmt: skip
-# rows @ b: the saved rows, and which operand b is
+# Nodes of rows @ b: the attribute with the saved rows, and the operand b.
 ROWS = {
     "MmBackward0": ("_saved_self", 1),
     "BmmBackward0": ("_saved_self", 1),
     "AddmmBackward0": ("_saved_mat1", 2),
 }
-COLUMNS = {"MmBackward0", "BmmBackward0"}  # a @ columns: likewise, looked at from a
+COLUMNS = {"MmBackward0", "BmmBackward0"}  # nodes of a @ columns, where a is operand 0
 
 
-def _turned(node: Node, g: Tensor) -> Tensor | None:
-    """Return a gradient [N, *], turned back by a node that turned its operand; None: by another."""
+def _permute_back(node: Node, g: Tensor) -> Tensor | None:
+    """Return the product of a node that permutes dimensions for [N, *]; None: another node."""
     name, dims = node.name(), g.dim() - 1
     if name == "TBackward0":
         return g.mT if dims == 2 else g
@@ -72,25 +74,20 @@ def _turned(node: Node, g: Tensor) -> Tensor | None:
 
 
 def is_transpose(node: Node) -> bool:
-    """Return whether a node transposes matrices, and moves nothing else."""
-    probe = torch.empty(1, *range(1, 1 + len(shape_of(node, 0))))
-    turned = _turned(node, probe)
-    return turned is not None and turned.shape == probe.mT.shape
+    """Return True if a node transposes matrices, and permutes no other dimensions."""
+    probe = torch.empty(1, *range(1, 1 + len(shape_of(node, 0))))  # of unequal sizes
+    permuted = _permute_back(node, probe)
+    return permuted is not None and permuted.shape == probe.mT.shape
 
 
-def _over_features(node: Node) -> Tensor:
-    normalised: Tensor = (node._saved_input - node._saved_result1) * node._saved_result2
-    return normalised
-
-
-def _over_groups(node: Node) -> Tensor:
+def _normalise_groups(node: Node) -> Tensor:
     x, mean, rstd = node._saved_input, node._saved_result1, node._saved_result2
     groups = x.reshape(*mean.shape, -1)
     return ((groups - mean[..., None]) * rstd[..., None]).view(x.shape)
 
 
-def _by_running_statistics(node: Node) -> Tensor | None:
-    """Return None where the statistics are the batch's."""
+def _normalise_by_running_statistics(node: Node) -> Tensor | None:
+    """Return None if the statistics are the batch's."""
     if node._saved_training:
         return None
     x = node._saved_input
@@ -99,18 +96,21 @@ def _by_running_statistics(node: Node) -> Tensor | None:
     return (x - node._saved_running_mean.view(shape)) * rstd.view(shape)
 
 
-# Inputs, normalised: a node multiplies them by its weight, operand 1, and adds its bias, operand 2.
+# Normalised inputs of nodes that multiply them by a weight (operand 1) and add a bias (operand 2).
 NORMALISED: dict[str, Callable[[Node], Tensor | None]] = {
     "FusedRmsNormBackward0": lambda node: node._saved_input * node._saved_result1,
-    "NativeLayerNormBackward0": _over_features,
-    "NativeGroupNormBackward0": _over_groups,
-    "NativeBatchNormBackward0": _by_running_statistics,
+    "NativeLayerNormBackward0": lambda node: (
+        (node._saved_input - node._saved_result1) * node._saved_result2
+    ),
+    "NativeGroupNormBackward0": _normalise_groups,
+    "NativeBatchNormBackward0": _normalise_by_running_statistics,
 }
 CHANNELS_FIRST_NODES = {"NativeGroupNormBackward0", "NativeBatchNormBackward0"}
 
 
-def _standardised(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
-    """Return those of a weight [1, A, *], normalised by its own statistics."""
+def _standardise(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
+    """Cross batch_norm of a weight [1, A, *], which standardises each row (weight standardisation).
+    Return the gradients of the weight, and of the scale and the bias of the node."""
     x, weight = node._saved_input, node._saved_weight
     mean, rstd = (t.to(g.dtype) for t in (node._saved_result1, node._saved_result2))
     if not node._saved_training or x.shape[:2] != (1, g.of.shape[0]):
@@ -119,12 +119,12 @@ def _standardised(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
     units = torch.ones_like(normalised[:1]), normalised
     along = [g.along_rows(unit, 0) for unit in units]
     root, scale = normalised.shape[1] ** 0.5, rstd if weight is None else rstd * weight
-    within, of_units = ([t / root for t in found] for found in (units, along))
-    return Rowwise(g.of, x.shape, scale, within, of_units), *along[::-1]
+    unit_units, along_units = ([t / root for t in tensors] for tensors in (units, along))
+    return Rowwise(g.of, x.shape, scale, unit_units, along_units), *along[::-1]
 
 
 def _weight_norm(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
-    """Return those of g * v / |v|, by a dimension of v."""
+    """Cross g * v / |v|; return the gradients of v and of g, with a norm for each row of v."""
     v, of_v, norms = (t.to(g.dtype) for t in (node._saved_v, node._saved_g, node._saved_result1))
     dim = to_signed(node._saved_dim) % v.dim()
     if not dim and len(v) != g.of.shape[0]:
@@ -133,21 +133,21 @@ def _weight_norm(node: Node, g: Rowwise) -> Sequence[Gradients] | None:
     return Rowwise(g.of, v.shape, scale, [v / norms], [along], dim), along.view(-1, *norms.shape)
 
 
-# Nodes that compute weights row by row, of weights alone: the gradients of their operands.
+# Nodes that compute a weight row by row from weights alone: the gradients of their operands.
 BY_ROWS: dict[str, Callable[[Node, Rowwise], Sequence[Gradients] | None]] = {
-    "NativeBatchNormBackward0": _standardised,
+    "NativeBatchNormBackward0": _standardise,
     "WeightNormInterfaceBackward0": _weight_norm,
 }
 
 
 def keeps_rows(node: Node) -> bool:
-    """Return whether through() may take a weight's gradients on as the operands that they are."""
+    """Return True if pass_factors() may cross a node with the factors of a weight's gradients."""
     known = is_leaf(node) or node.name() in {CAST, *BY_ROWS}
     return known or is_passthrough(node) or is_transpose(node)
 
 
 def makes_in_full(node: Node) -> bool:
-    """Return whether a weight's gradients go through a node as large as they are."""
+    """Return True if a weight's gradients cross a node as tensors [N, *shape]."""
     shape, known = shape_of(node, 0), keeps_rows(node) or node.name() == EMBEDDING
     return prod(shape) > max(shape, default=1) and not known
 
@@ -157,7 +157,7 @@ def in_closed_form(node: Node) -> bool:
 
 
 def scales_by_count(node: Node) -> bool:
-    """Return whether a sample's gradient is divided by how often the batch has its ids."""
+    """Return True if an embedding divides each gradient by the count of its id in the batch."""
     return bool(getattr(node, "_saved_scale_grad_by_freq", False))
 
 
@@ -166,19 +166,19 @@ def is_elementwise(node: Node) -> bool:
 
 
 def is_passthrough(node: Node) -> bool:
-    """Return whether its one operand receives the gradient as it is, in another shape or dtype."""
+    """Return True if the only operand receives the gradient unchanged, but for shape or dtype."""
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if len(edges) != 1:
         return False
     if node.name() == ADD:  # to a constant
-        plain = edges[0] == node.next_functions[0] or node._saved_alpha == 1
-        return plain and shape_of(*edges[0]) == shape_of(node, 0)
+        is_plain = edges[0] == node.next_functions[0] or node._saved_alpha == 1
+        return is_plain and shape_of(*edges[0]) == shape_of(node, 0)
     return node.name() in LINKS
 
 
 def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:
-    """Return the product elementwise, features last; None: it has no closed form."""
-    if operand == 0:  # its input
+    """Return the elementwise product of a normalisation, features last; None for its input."""
+    if operand == 0:
         return None
     if operand == 1:
         normalised = NORMALISED[node.name()](node)
@@ -189,7 +189,7 @@ def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:
 
 
 def fit_to_edge(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None:
-    """Sum over broadcast dimensions, and cast, as nodes leave it to the engine to do."""
+    """Sum a node's product over broadcast dimensions and cast it, which the engine usually does."""
     if product is None or edge[0] is None or product.is_sparse:
         return product
     shape, dtype = shape_of(*edge), dtype_of(*edge)
@@ -202,39 +202,39 @@ def to_dense(t: Tensor) -> Tensor:
 
 
 def ask_each(
-    ask: Callable[..., tuple[Tensor, ...]], part: Sequence[Tensor]
+    ask: Callable[..., tuple[Tensor, ...]], grads: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Ask for each sample; None: an operand that this backward leaves out."""
-    if len(part[0]) > MAX_LOOPED:  # for fewer, to set up a map takes longer
-        with suppress(Exception):  # no rule for it
-            return vmap(ask)(*part)
-    each = list(zip(*(ask(*grads) for grads in zip(*part, strict=True)), strict=True))
-    return [
-        None if column[0] is None else torch.stack(list(map(to_dense, column))) for column in each
-    ]
+    """Call ask(*gradients) for each sample of `grads`, each [n, *], and stack the products.
+    None: an operand that this backward leaves out."""
+    if len(grads[0]) > MAX_LOOPED:
+        with suppress(Exception):  # an operator without a vmap rule
+            return vmap(ask)(*grads)
+    columns = zip(*(ask(*each) for each in zip(*grads, strict=True)), strict=True)
+    return [None if c[0] is None else torch.stack(list(map(to_dense, c))) for c in columns]
 
 
 def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
-    """Return a frontier node's product for all samples at the price of one call; None: no form."""
+    """Return the product of a frontier node for all samples at the cost of one call, or None.
+    g: the gradient of its output, whose rows have this layout."""
     name, edge = node.name(), node.next_functions[operand]
-    if g.is_complex():  # what is saved would have to be conjugated
+    if g.is_complex():  # saved tensors would have to be conjugated
         return None
     if is_elementwise(node):
         product = (ELEMENTWISE.get(name) or _normalisation)(node, operand, g)
     elif name == INDEX_PUT and operand == 1:
-        product = _written(node, g)
+        product = _masked_product(node, g)
     elif name == "AddmmBackward0" and operand == 0:
         product = g if node._saved_beta == 1 else g * node._saved_beta
     else:
         return _product_of_rows(node, operand, g, layout, n)
     if product is None:
         return None
-    pieces = by_sample(product, layout, n)
-    return _summed(pieces.to(dtype_of(*edge)), shape_of(*edge))
+    pieces = split_samples(product, layout, n)
+    return _sum_broadcast(pieces.to(dtype_of(*edge)), shape_of(*edge))
 
 
-def _written(node: Node, g: Tensor) -> Tensor | None:
-    """Return the product by what x[mask] = values wrote; None: by other indices."""
+def _masked_product(node: Node, g: Tensor) -> Tensor | None:
+    """Return the product for `values` in x[mask] = values; None for other indices."""
     mask, *others = node._saved_indices
     if others or mask is None or mask.dtype != torch.bool:
         return None
@@ -242,72 +242,73 @@ def _written(node: Node, g: Tensor) -> Tensor | None:
 
 
 def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
-    """Return the product of a node that multiplies rows, looks them up or convolves."""
+    """Return the product of a node that multiplies rows, looks them up, or convolves."""
     name = node.name()
     if name in COLUMNS and operand == 0 and layout == LAST:
-        grads, columns = (by_sample(t, layout, n) for t in (g, node._saved_mat2))
+        grads, columns = (split_samples(t, layout, n) for t in (g, node._saved_mat2))
         return grads @ columns.mT
     if name == EMBEDDING:
-        return lookup_product(node, *(by_sample(t, layout, n) for t in (node._saved_indices, g)))
+        ids, grads = (split_samples(t, layout, n) for t in (node._saved_indices, g))
+        return lookup_product(node, ids, grads)
     if name == CONVOLUTION:
         return _convolution(node, operand, g, layout, n)
     saved, place = ROWS.get(name, ("", -1))
     if operand != place:
         return None
     rows = getattr(node, saved)
-    if layout not in (BATCH, SECOND, MINOR) and not _sequence_first(rows, g, layout, n):
-        return None
-    rows, grads = (by_sample(t, layout, n) for t in (rows, g))
+    if layout not in (BATCH, SECOND, MINOR):
+        # Rows t*N+n, if no dimension of features can be taken for that of the samples.
+        features = rows.shape[1], g.shape[-1]
+        if layout != SEQUENCE or g.dim() != 2 or n in features:
+            return None
+    rows, grads = (split_samples(t, layout, n) for t in (rows, g))
     if layout in (SECOND, MINOR):
         return rows.mT @ grads
-    made = shape_of(*node.next_functions[operand])
-    if rows.dim() != 3 or (rows.shape[2], grads.shape[2]) != made:
+    shape = shape_of(*node.next_functions[operand])
+    if rows.dim() != 3 or (rows.shape[2], grads.shape[2]) != shape:
         return None
     alpha = getattr(node, "_saved_alpha", 1)
     return Outer(rows, grads if alpha == 1 else grads * alpha)
 
 
 def _convolution(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
-    by_row = layout == BATCH or (layout == SEQUENCE and g.shape[1] != n)  # else by channel
+    """Return the product for the weight (operand 1) or the bias of a convolution."""
+    has_image_rows = layout == BATCH or (layout == SEQUENCE and g.shape[1] != n)  # else channels
     stride = node._saved_stride
     fits = all(k < step for k, step in zip(node._saved_output_padding, stride, strict=True))
-    if not operand or not by_row or len(g) % n or not fits:
+    if not operand or not has_image_rows or len(g) % n or not fits:
         return None
     order = (n, -1) if layout == BATCH else (-1, n)
     grads = g.unflatten(0, order).movedim(order.index(n), 0)
     if operand == 2:
         return grads.flatten(3).sum((1, 3))
-    ends = node._saved_input.unflatten(0, order).movedim(order.index(n), 0), grads
-    sizes = stride, node._saved_padding, node._saved_dilation
-    images, grads = reversed(ends) if node._saved_transposed else ends
-    return Convolved(images, grads, shape_of(*node.next_functions[1]), sizes, node._saved_groups)
-
-
-def _sequence_first(rows: Tensor, g: Tensor, layout: int, n: int) -> bool:
-    """Return whether both are rows t*N+n, and not columns by sample."""
-    return layout == SEQUENCE and g.dim() == 2 and n not in (rows.shape[1], g.shape[1])
+    images = node._saved_input.unflatten(0, order).movedim(order.index(n), 0)
+    geometry = stride, node._saved_padding, node._saved_dilation
+    if node._saved_transposed:
+        images, grads = grads, images
+    return Convolved(images, grads, shape_of(*node.next_functions[1]), geometry, node._saved_groups)
 
 
 def lookup_product(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
-    """Return a lookup's product, of each sample's ids [N, *] and gradient [N, *, D]."""
+    """Return the product of an embedding from each sample's ids [N, *] and gradient [N, *, D]."""
     n, count, padding = len(g), node._saved_weight_sym_argsize_0, node._saved_padding_idx
     ids, rows = ids.reshape(n, -1), g.reshape(n, -1, g.shape[-1])
-    if padding < count:  # else it is the largest number there is: none was said
+    if padding < count:  # without padding_idx the node saved the largest integer
         rows = rows * (ids != padding).unsqueeze(2)
     return LookedUp(ids, rows, count)
 
 
-def spread_over(
+def closed_form_below(
     node: Node, operand: int, g: Tensor, ask: Callable[[Tensor], Sequence[Tensor | None]]
 ) -> Gradients | None:
-    """Return a node's product [N, *] for the gradients [N, *] of its one output, which no sample's
-    rows have; None: it has no closed form. ask: the node's products for one gradient."""
+    """Return the product of a node below the frontier, which has one output; None: no closed form.
+    g: per-sample gradients [N, *] of the output. ask: calls the node with one gradient."""
     name, shape = node.name(), shape_of(*node.next_functions[operand])
-    product = _turned(node, g)
+    product = _permute_back(node, g)
     if is_passthrough(node):
         product = g.reshape(len(g), *shape)
     elif name in ELEMENTWISE and not g.is_complex():
-        product = _summed(ELEMENTWISE[name](node, operand, g), shape)
+        product = _sum_broadcast(ELEMENTWISE[name](node, operand, g), shape)
     elif name in POINTWISE and not g.is_complex() and shape == shape_of(node, 0):
         factor = ask(torch.ones_like(g[0]))[operand]
         product = None if factor is None else g * factor
@@ -319,9 +320,10 @@ def spread_over(
     return None if product is None else product.to(dtype_of(*node.next_functions[operand]))
 
 
-def take_through(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
-    """Return by operand what a node makes of a weight's gradients where rows stay rows: it casts,
-    reshapes or transposes the weight, or computed it row by row; None: another node, or others."""
+def pass_factors(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
+    """Return the gradients of each operand if a node passes on a weight's gradients as factors.
+    It casts, reshapes or transposes the weight, or computed it row by row. None: another node, or
+    gradients that are not factors of a weight."""
     name = node.name()
     if isinstance(g, (Outer, Convolved)):
         if name == CAST:
@@ -338,8 +340,8 @@ def take_through(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
     return [replace(g, shape=shape_of(*e)) if e[0] else g for e in node.next_functions]
 
 
-def by_sample(g: Tensor, layout: int, n: int) -> Tensor:
-    """[N, *what the node would get for one sample]: a view."""
+def split_samples(g: Tensor, layout: int, n: int) -> Tensor:
+    """Return a view [N, *], where [*] is what the node would get for one sample."""
     if n == 1:
         return g[None]
     if layout == LAST:
@@ -348,8 +350,8 @@ def by_sample(g: Tensor, layout: int, n: int) -> Tensor:
         return g.unflatten(1, (n, -1)).movedim(1, 0)
     if layout == MINOR:
         return g.unflatten(1, (-1, n)).movedim(2, 0)
-    if g.shape[0] == 1:  # as leading_sizes() has it
-        return by_sample(g[0], layout, n).unsqueeze(1)
+    if g.shape[0] == 1:  # leading_sizes() skips leading 1s
+        return split_samples(g[0], layout, n).unsqueeze(1)
     if layout == BATCH:
         return g.unflatten(0, (n, -1))
     if g.dim() > 1 and g.shape[1] == n:
@@ -357,8 +359,9 @@ def by_sample(g: Tensor, layout: int, n: int) -> Tensor:
     return g.unflatten(0, (-1, n)).movedim(1, 0)
 
 
-def _summed(pieces: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """[N, *shape]: the sum over what an operand of that shape was broadcast along, if it was."""
+def _sum_broadcast(pieces: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Sum [N, *] over the dimensions that an operand [*shape] is broadcast to: [N, *shape].
+    None: `shape` does not broadcast to [*]."""
     lead = pieces.dim() - 1 - len(shape)
     aligned = (1,) * lead + tuple(shape)
     if lead < 0 or any(s not in (1, p) for s, p in zip(aligned, pieces.shape[1:], strict=True)):

@@ -1,1 +1,1 @@
-"""What a graph shows without the modules that made it: its nodes, and whose their rows are."""
+"""Reads a forward's autograd graph, without its modules: nodes, saved tensors, samples of rows."""

@@ -1,4 +1,7 @@
-"""What a model is called with: its tensors, how many samples these show, and where."""
+"""Reads the arguments of a model: the tensors in them, the batch size N, where the samples are.
+
+Nested tensors have no sizes and never show N.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return tensors of arguments or outputs in order, in dataclasses and distributions too."""
+    """Return the tensors of arguments or outputs in order, in dataclasses and distributions too."""
     found: list[Tensor] = []
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
@@ -24,12 +27,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def sized_tensors_in(tree: Any) -> list[Tensor]:
-    """Return the same, less nested ones, which have no sizes."""
+    """Return the tensors of arguments or outputs in order, without nested tensors."""
     return [t for t in tensors_in(tree) if _has_sizes(t)]
 
 
 def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
-    """Return N: as the user says, or as the first tensor of a model's arguments has it."""
+    """Return N from the option batch_size, else from the first tensor argument that shows it."""
     size = options["batch_size"]
     if callable(size):
         n = size(args, kwargs)
@@ -37,7 +40,7 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
             raise TypeError(f"batch_size(args, kwargs) must return an int; got {n!r}")
         if n < 1 and (n < 0 or all(t.numel() for t in tensors_in((args, kwargs)))):
             raise ValueError(f"batch_size(args, kwargs) must return 1 or more; got {n}")
-        return n if isinstance(n, int) else int(n)  # of a graph, a symbol
+        return n if isinstance(n, int) else int(n)  # a compiler's symbolic size stays symbolic
     if size is not None:
         return int(size)
     first = args[0] if args else None
@@ -49,34 +52,37 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
 
 
 def is_broadcast(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
-    """Return True if N = 1 was read off a first tensor that is broadcast against others."""
+    """Return True if N = 1 was read off a first tensor that is broadcast against larger ones."""
     dim = options["batch_dim"]
     shapes = [t.shape for t in sized_tensors_in(arguments) if t.dim() > dim]
-    several = [shape for shape in shapes if shape[dim] > 1]
-    if not several or options["batch_size"] is not None:
+    larger = [shape for shape in shapes if shape[dim] > 1]
+    if not larger or options["batch_size"] is not None:
         return False
-    made = next((t.shape[dim] for t in sized_tensors_in(outputs) if t.dim() > dim), None)
-    if made == 1 or made in {shape[dim] for shape in several}:
-        return made != 1
-    first = shapes[0]  # the first output shows nothing: a loss alone, or samples elsewhere
-    rest = [(shape[:dim], shape[dim + 1 : len(first)]) for shape in (first, *several)]
-    return len(first) > 1 and rest[0] in rest[1:]
+    size = next((t.shape[dim] for t in sized_tensors_in(outputs) if t.dim() > dim), None)
+    if size == 1 or size in {shape[dim] for shape in larger}:
+        return size != 1
+    # The first output shows nothing: it is a loss, or has its samples elsewhere. So the first
+    # tensor must agree with a larger one in all other dimensions.
+    first = shapes[0]
+    others = [(shape[:dim], shape[dim + 1 : len(first)]) for shape in (first, *larger)]
+    return len(first) > 1 and others[0] in others[1:]
 
 
 def _lists_samples(argument: Any, n: int) -> bool:
-    """Return True if a list of N tensors is in a model's argument: each may be a sample's."""
+    """Return True if an argument contains a list of N tensors, which may be one per sample."""
     if is_dataclass(argument) and not isinstance(argument, type):
         argument = vars(argument)
     if isinstance(argument, dict):
         return any(_lists_samples(part, n) for part in argument.values())
     if not isinstance(argument, (list, tuple)):
         return False
-    whole = len(argument) == n and all(isinstance(part, Tensor) for part in argument)
-    return whole or any(_lists_samples(part, n) for part in argument)
+    is_list = len(argument) == n and all(isinstance(part, Tensor) for part in argument)
+    return is_list or any(_lists_samples(part, n) for part in argument)
 
 
 def has_flat_rows(arguments: Any, n: int, batch_dim: int) -> bool:
-    """Return True if the first tensor holds flattened or packed rows, not N samples nor one."""
+    """Return True if the first tensor has another size than N and no argument lists N tensors.
+    Its rows may then be flattened or packed: rows of any sample."""
     args, kwargs = arguments
     if any(_lists_samples(argument, n) for argument in (*args, *kwargs.values())):
         return False
@@ -89,5 +95,5 @@ def _has_sizes(t: Tensor) -> bool:
 
 
 def size_of_batch(t: Tensor, batch_dim: int) -> int:
-    """Return the size of the dimension that holds the samples, or of the only one."""
+    """Return the size of dimension `batch_dim`, or of the first where `t` has no such one."""
     return t.shape[batch_dim if t.dim() > batch_dim else 0]

@@ -1,19 +1,19 @@
-"""One bit per tensor of a forward: is it the same for any batch, computed from parameters and
-constants alone?
+"""Finds the tensors of a forward that are the same for any batch: constants.
 
-A gradient that mixes samples may be that of a table that all samples share (positions, relative
-biases), or of something computed from several samples, which has no gradient by sample. The graph
+A gradient that mixes samples may belong to a table that all samples share (positions, relative
+biases), or to something computed from several samples, which has no gradient by sample. The graph
 does not distinguish these, since data needs no gradient. So the operators of one forward are
-observed, as by a profiler (csrc/record/watch.cpp): no number changes for it. Nothing is constant by
-default: arguments, data hidden in objects, and what comes from NumPy are not. Without the compiled
-extension a dispatch mode does the same, under which autocast may round a few operators otherwise.
+observed, as by a profiler (csrc/record/watch.cpp), which changes no number. A tensor is constant if
+it is computed from parameters, buffers and constants alone. Arguments, data hidden in objects, and
+arrays from NumPy are not. Without the compiled extension a dispatch mode observes them. Under that
+mode autocast may round a few operators differently.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,30 +30,28 @@ if ops.NATIVE:
 
 
 class Watch:
-    """Watches the operators of this thread, from here to `stop`."""
+    """Observes the operators of this thread, until `observer.stop()`."""
 
     def __init__(
         self, constants: Iterable[Tensor], arguments: Sequence[Tensor], n: int, batch_dim: int
     ) -> None:
-        """constants: parameters and buffers."""
-        # By site and the place among its calls: 1 if it is given constants alone; the layout of the
-        # samples in what it is given. None: that does not show.
+        """Start to observe. constants: parameters and buffers."""
+        # By (site, number of the call of this site). inputs: 1 if all inputs are constants.
+        # anchored: the layout of the samples in the first input. None: not known.
         self.inputs: dict[tuple[int, int], int | None] = {}
         self.anchored: dict[tuple[int, int], int | None] = {}
         self._calls: Counter[int] = Counter()
-        whole = (t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,))
-        first = next(whole, None)
+        first = next((t for t in arguments if t.shape[batch_dim : batch_dim + 1] == (n,)), None)
         shared = [t for t in arguments if first is not None and _is_shared(t, first, n, batch_dim)]
-        # Data comes after them: one of it may be a view of what holds samples.
+        # Data is marked after the constants: a data tensor may share memory with one of them.
         data = [t for t in arguments if all(t is not other for other in shared)]
-        # picks: data decided how many rows there are (x[mask]) and no node shows it;
-        # is_constant(node, number): this output of it is known to be the same for any batch.
-        self.observer = (_C.Watch if ops.NATIVE else WatchMode)(
-            [*constants, *shared], data, n, batch_dim
-        )
+        # observer.picks: data decided a number of rows (x[mask]), and no node shows it.
+        # observer.is_constant(node, number): this output of a node is constant.
+        observe = _C.Watch if ops.NATIVE else WatchMode
+        self.observer = observe([*constants, *shared], data, n, batch_dim)
 
     def note_call(self, site: int, inputs: Sequence[Tensor]) -> None:
-        """Note what a site is called with."""
+        """Note the inputs of a call of a site."""
         call = site, self._calls[site]
         self._calls[site] += 1
         self.inputs[call] = 1 if all(map(self.observer.knows_constant, inputs)) else None
@@ -61,24 +59,30 @@ class Watch:
         self.anchored[call] = (BATCH, SEQUENCE, None)[dim]
 
 
+class _Memory(NamedTuple):
+    """Facts about one storage, which views and in-place writes share."""
+
+    ref: StorageWeakRef  # keeps the address, which is our key, from being used again
+    is_constant: bool
+    stride: int  # elements from one sample to the next; 0: not known
+
+
 class WatchMode(TorchDispatchMode):
-    """The same as csrc/record/watch.cpp, where there is no compiled extension."""
+    """Observer in plain Python, in place of csrc/record/watch.cpp, with the same methods."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports the whole compiler, 70 MiB and two seconds
+        return False  # else torch imports the whole compiler: 70 MiB and two seconds
 
     def __init__(
         self, constants: Iterable[Tensor], data: Iterable[Tensor], n: int, batch_dim: int
     ) -> None:
         super().__init__()
-        self._on, self.picks, self._n, self._batch_dim = True, False, n, batch_dim
-        # By storage, which views and in-place writes share: is it constant, and the elements from
-        # one sample to the next, 0 where that is not known. A weak reference keeps its address.
-        self._known: dict[int, tuple[StorageWeakRef, bool, int]] = {}
-        self._bits: dict[tuple[Any, int], bool] = {}  # as consumed, by node and output
+        self._is_on, self.picks, self._n, self._batch_dim = True, False, n, batch_dim
+        self._memories: dict[int, _Memory] = {}  # by the address of the storage
+        self._bits: dict[tuple[Any, int], bool] = {}  # by node and output, when it was consumed
         for t in constants:
             self._mark(t, True)
         for t in data:
@@ -86,32 +90,40 @@ class WatchMode(TorchDispatchMode):
         self.__enter__()
 
     def stop(self) -> None:
-        """Leave. Beneath modes that an interrupt left it stays, and does nothing."""
-        self._on, self._known = False, {}
+        """Leave the mode. Below modes that an interrupt left behind it stays, and does nothing."""
+        self._is_on, self._memories = False, {}
         if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)
 
     def is_constant(self, node: Any, number: int) -> bool:
         return self._bits.get((node, number), False)
 
-    def stands(self, t: Tensor) -> bool:
-        """Return True for views and elementwise results of an argument, samples in place."""
-        return self._known_stride(t) > 0 and self._known_stride(t) == self._stride(
-            t, self._batch_dim
-        )
+    def knows_constant(self, t: Tensor) -> bool:
+        storage = _storage_of(t)
+        if storage is None:
+            return False
+        memory = self._memories.get(storage._cdata)
+        if memory is not None:
+            return memory.is_constant
+        # A scalar that Python made, or a parameter that fully_shard gathered.
+        return not t.dim() or (t.is_leaf and t.requires_grad)
 
     def holds(self, t: Tensor) -> int:
-        """Return which of the first two dimensions it is seen to have them in; -1: neither."""
-        known = self._known_stride(t)
-        return next((dim for dim in (0, 1) if known > 0 and known == self._stride(t, dim)), -1)
+        """Return which of the first two dimensions holds the samples; -1: neither is known to."""
+        stride = self._known_stride(t)
+        return next((dim for dim in (0, 1) if stride > 0 and stride == self._stride(t, dim)), -1)
+
+    def _has_samples_in_place(self, t: Tensor) -> bool:
+        """Return True if `batch_dim` holds the samples: a view, or computed elementwise."""
+        return 0 < self._known_stride(t) == self._stride(t, self._batch_dim)
 
     def _known_stride(self, t: Tensor) -> int:
         storage = _storage_of(t)
-        known = None if storage is None else self._known.get(storage._cdata)
-        return 0 if known is None else known[2]
+        memory = None if storage is None else self._memories.get(storage._cdata)
+        return 0 if memory is None else memory.stride
 
     def _stride(self, t: Tensor, d: int) -> int:
-        """Return the elements from one sample to the next, if they are in this dimension, n*T+t."""
+        """Return the elements from one sample to the next if dimension d has rows n*T+t, else 0."""
         if t.dim() <= d or t.layout is not torch.strided or t.shape[d] % self._n:
             return 0
         return t.stride(d) * (t.shape[d] // self._n)
@@ -119,49 +131,39 @@ class WatchMode(TorchDispatchMode):
     @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._on:
+        if not self._is_on:
             return func(*args, **kwargs)
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        bits = [self.knows_constant(t) for t in operands]  # before it runs: it may work in place
-        for t, constant in zip(operands, bits, strict=True):
-            for one in (t, t._base):  # of a view that was written into, the graph has the base
-                if one is not None and one.grad_fn is not None:
-                    key = one.grad_fn, one.output_nr
-                    self._bits[key] = self._bits.get(key, True) and constant
-        stand = [self.stands(t) for t in operands]
-        pointwise = torch.Tag.pointwise in getattr(func, "tags", ())
-        pointwise = pointwise and all(a or b for a, b in zip(stand, bits, strict=True))
-        shapes = [
-            t.shape for t, stands in zip(operands, stand, strict=True) if pointwise and stands
-        ]
-        with torch._C._DisableAutocast():  # it has done its part, above
+        bits = [self.knows_constant(t) for t in operands]  # before the operator writes in place
+        for t, bit in zip(operands, bits, strict=True):
+            for consumed in (t, t._base):  # after a write into a view the graph shows its base
+                if consumed is not None and consumed.grad_fn is not None:
+                    key = consumed.grad_fn, consumed.output_nr
+                    self._bits[key] = self._bits.get(key, True) and bit
+        in_place = [self._has_samples_in_place(t) for t in operands]
+        tags = getattr(func, "tags", ())
+        others = (bit for bit, ok in zip(bits, in_place, strict=True) if not ok)
+        keeps = torch.Tag.pointwise in tags and all(others)  # samples stay in place
+        shapes = [t.shape for t, ok in zip(operands, in_place, strict=True) if keeps and ok]
+        with torch._C._DisableAutocast():  # above this mode, autocast has done its casts
             out = func(*args, **kwargs)
         constant = all(bits)
-        if not constant and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
-            self.picks = self.picks or _picks(func, operands)
-        for t in () if constant else _written(func, args, kwargs):
-            self._mark(t, False)
+        if not constant:
+            if torch.Tag.dynamic_output_shape in tags:
+                self.picks = self.picks or _picks_rows(func, operands)
+            for t in _written(func, args, kwargs):
+                self._mark(t, False)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
-                alike = bool(shapes) and not t.is_nested and t.shape in shapes
+                alike = not t.is_nested and t.shape in shapes
                 stride = self._stride(t, self._batch_dim) if alike else self._known_stride(t)
-                self._mark(t, constant or _is_of_sizes(func), stride)
+                self._mark(t, constant or _reads_sizes_only(func), stride)
         return out
-
-    def knows_constant(self, t: Tensor) -> bool:
-        storage = _storage_of(t)
-        if storage is None:
-            return False
-        known = self._known.get(storage._cdata)
-        if known is not None:
-            return known[1]
-        # A number that Python made; and parameters that fully_shard brings together.
-        return not t.dim() or (t.is_leaf and t.requires_grad)
 
     def _mark(self, t: Tensor, constant: bool, stride: int = 0) -> None:
         storage = _storage_of(t)
         if storage is not None:
-            self._known[storage._cdata] = StorageWeakRef(storage), constant, stride
+            self._memories[storage._cdata] = _Memory(StorageWeakRef(storage), constant, stride)
 
 
 def _storage_of(t: Tensor) -> torch.UntypedStorage | None:
@@ -171,44 +173,44 @@ def _storage_of(t: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-def _is_of_sizes(func: Any) -> bool:
-    """Return True for zeros_like(x), x.new_ones(...), bernoulli(x, 0.1): no value of x is read."""
-    schema = getattr(func, "_schema", None)
-    name = "" if schema is None else schema.name.removeprefix("aten::")
-    return bool(
-        name.endswith("_like")
-        or name.startswith("new_")
-        or (schema is not None and name == "bernoulli" and schema.overload_name == "p")
-    )
+def _reads_sizes_only(func: Any) -> bool:
+    """Return True if an operator reads no value: zeros_like, new_ones, bernoulli(x, 0.1)."""
+    schema: Any = getattr(func, "_schema", None)
+    name: str = "" if schema is None else schema.name.removeprefix("aten::")
+    if name == "bernoulli":
+        return bool(schema.overload_name == "p")
+    return name.endswith("_like") or name.startswith("new_")
 
 
-def _picks(func: Any, operands: Sequence[Tensor]) -> bool:
-    """Return whether it takes rows of data; what has a gradient is seen in the graph."""
+def _picks_rows(func: Any, operands: Sequence[Tensor]) -> bool:
+    """Return True if an operator takes rows of data. Where a gradient flows, the graph shows it."""
     name = func._schema.name.removeprefix("aten::")
     return not name.startswith("nonzero") and not any(t.requires_grad for t in operands)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the operands that an operation works on in place."""
+    """Yield the operands that an operator writes into."""
     schema = getattr(func, "_schema", None)
     if schema is not None and schema.is_mutable:
-        for place, argument in enumerate(schema.arguments):
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(schema.arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
 def _is_shared(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
-    """Return True for ids and masks that all samples share, as positions [T] or [1, T]."""
-    shape, like = list(t.shape), list(first.shape)
+    """Return True for ids and masks that all samples share, such as positions [T] or [1, T].
+    first: the first argument that has the samples in `batch_dim`."""
+    shape, sizes = list(t.shape), list(first.shape)
     if t.is_floating_point() or t.is_complex() or not shape:
         return False
     if first.is_floating_point() and first.dim() < 3:
         return False
-    one = [*like[:batch_dim], 1, *like[batch_dim + 1 :]]
+    before, after = sizes[:batch_dim], sizes[batch_dim + 1 :]
+    single = [*before, 1, *after]
     if n in shape:
-        return shape == one  # T = N
-    rows = [like[:batch_dim] + like[batch_dim + 1 :]]
+        return shape == single  # T = N
+    rows = [before + after]
     if len(shape) > max(1, batch_dim):
-        rows.append(one)
+        rows.append(single)
     return any(shape == row[: len(shape)] for row in rows)

@@ -1,16 +1,16 @@
-"""Where the samples are in a layer's rows: proven once per structure, never guessed from sizes.
+"""Proves the layout of the samples in a layer's rows, once per structure; sizes are never trusted.
 
-Backwards from the model's outputs, with the same random seeds each time, sample n scaled by a power
-of two that a digit of n picks. Scaling by a power of two is exact, so each row of a layer's output
-gradient comes back scaled by the weight of the sample it belongs to, or it mixes samples. That is
-1 + ceil(log16 N) backwards, whatever the number of layers; they go down to the layers' outputs
-only and compute no weight gradient. All comparisons stay on the device until one read at the end.
+The proof runs backwards from the model's outputs with the same random seeds each time. In all but
+the first, the seed of sample n is scaled by 2^d, where d is a digit of n. Such a scaling is exact.
+So each row of a layer's output gradient comes back scaled by the 2^d of its sample, or it mixes
+samples. That takes 1 + ceil(log16 N) backwards, whatever the number of layers. They stop at the
+layers' outputs and compute no weight gradient. Comparisons stay on the device until one read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -22,97 +22,103 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..refusals import cause, refused_all
-from .rows import SILENT, Rows, digits_of, halves, seeded_root
+from .rows import SILENT, RowSummary, digits_of, halves, seeded_root
 from .unpacking import can_run_twice, has_checkpoints
 
-# rows n*T+t | rows t*N+n | of no sample, see shared | no gradient comes from the outputs, and if
-# one does come it is refused | [T, N K, *] | [*, N K] | [*, K N, *]
+# Layouts. BATCH: rows n*T+t. SEQUENCE: rows t*N+n. SHARED: rows of no sample (shared/).
+# NOWHERE: no gradient comes from the outputs; if one comes after all, it is refused.
+# SECOND: [T, N K, *]. LAST: [*, N K]. MINOR: [*, K N, *].
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)
+SEGMENTS = 16  # layout 16 + k: the k-th owner vector of the pass (proof/segments.py)
 FLEX, COMPILED = "FlexAttentionAutogradOpBackward", "CompiledFunctionBackward"
-SEGMENTS = 16  # and from there on: as one of a pass's vectors says, see segments.py
-Heads = Sequence[tuple[Tensor, int]]  # outputs, and the dimension in which each has the samples
-# Of a row's size: what it is off by at most where sums come in another order each time.
+Heads = Sequence[tuple[Tensor, int]]  # outputs, each with the dimension of the samples
+Summaries = dict[int, RowSummary]  # of one backward, by use
+# Error relative to a row's norm, where the order of a sum changes from run to run.
 LOOSE = 0.25
 
 
 @dataclass(frozen=True)
 class Watched:
-    """One output of a graph node, whose rows are looked at."""
+    """One output of a graph node, whose rows are examined."""
 
-    node: Any  # that made the output; None where it needs no gradient
+    node: Any  # that computed the output; None if the output needs no gradient
     output_nr: int
-    leads: Sequence[int]  # the leading dimensions of the output, which count its rows
-    second: bool = False  # it can find samples of several rows in the second dimension
-    samples: Tensor | None = None  # of each row, where they are packed: neither n*T+t nor t*N+n
-    minor: bool = False  # samples may be in its second dimension one after the other
+    leads: Sequence[int]  # the leading sizes, whose product is the number of rows
+    second: bool = False  # SECOND is a possible layout: each sample has several columns
+    samples: Tensor | None = None  # of each row, if packed: neither n*T+t nor t*N+n
+    minor: bool = False  # MINOR is a possible layout
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer of weighted backwards on one output."""
+    """Result of the weighted backwards for one output."""
 
-    layout: int | str | None  # a str says why there is none; None: nothing was shown
+    layout: int | str | None  # a str is the cause of a refusal; None: nothing was shown
     sure: bool = False  # no other layout that the sizes allow has the same rows
 
 
 class Seeding:
-    """Weighted backwards of one forward, from outputs that have the samples in these dimensions."""
+    """Weighted backwards of one forward, from outputs whose dimension of the samples is known."""
 
     def __init__(
         self,
         heads: Sequence[tuple[Tensor, int | Tensor]],
         uses: Sequence[Watched],
         n: int,
-        unspent: Callable[[], AbstractContextManager[None]] = nullcontext,
+        unspent: Callable[[], AbstractContextManager[None]],
         compiled: bool = False,
     ) -> None:
-        """unspent: what each backward of the graph runs under. compiled: parts may be run again."""
+        """unspent: the context of each backward. compiled: compiled parts may run more than once.
+        heads have the dimension of the samples, or the sample of each row."""
         self._heads, self._uses, self._n, self._unspent = heads, uses, n, unspent
         self._known = [k for k, use in enumerate(uses) if use.node is not None]
         self._nodes = nodes = nodes_in_order(t for t, _ in heads)
-        self.able = bool(heads) and not any(
-            is_python(v, compiled) or not can_run_twice(v) for v in nodes
+        self._can_run = bool(heads) and not any(
+            is_python(node, compiled) or not can_run_twice(node) for node in nodes
         )
         wanted = {uses[k].node for k in self._known}
-        above: set[Any] = set()  # those that lead to another one that is wanted
+        above: set[Any] = set()  # nodes that lead to a wanted node
         for node in reversed(nodes):
             if any(child in above or child in wanted for child, _ in node.next_functions):
                 above.add(node)
-        # The engine is asked for those alone below which no other is wanted.
-        self._last = [k for k in self._known if uses[k].node not in above]
-        self._half = any(map(_is_half, nodes))  # under autocast, its ends may be wider
-        self._loud, self._ran = 0, False
-        self._plain: dict[int, Rows] = {}  # what prove() found of the unscaled backward
-        self._owned: dict[Any, dict[int, Tensor]] = {}  # by sizes
+        # The engine is asked for the gradients of the lowest alone. Prehooks see the others.
+        self._lowest = [k for k in self._known if uses[k].node not in above]
+        metadata = (m for node in nodes for m in getattr(node, "_input_metadata", ()))
+        self._half = any(m.dtype == torch.float16 for m in metadata)  # inside autocast, perhaps
+        self._exponent, self._has_run = 0, False
+        self._plain: Summaries = {}  # of the unscaled backward of prove()
+        self._owners_by_sizes: dict[Any, dict[int, Tensor]] = {}
 
     def prove(self) -> list[Finding] | None:
-        """Run 1 + ceil(log16 N) backwards (more in float16, and where sums tremble). None: they
-        cannot run."""
-        if not self.able:
+        """Return a finding for each use, or None if backwards cannot run.
+        It runs 1 + ceil(log16 N) backwards, more in float16 or where the order of sums changes."""
+        if not self._can_run:
             return None
         digits = digits_of(self._n, 4 if self._half else 16)
         try:
             if self._half:
-                self._loud = self._loudest()
-            plain = self._plain = self._gradients(torch.full((self._n,), self._loud))
-            scaled = [self._gradients(self._loud + digit) for digit in digits]
+                self._exponent = self._largest_exponent()
+            plain = self._plain = self._summaries(torch.full((self._n,), self._exponent))
+            scaled = [self._summaries(self._exponent + digit) for digit in digits]
             found = self._findings(plain, scaled, digits)
             if any(isinstance(finding.layout, str) for finding in found):
-                found = self._silenced(found, self._findings(plain, scaled, digits, LOOSE))
-        except Exception as error:  # reentrant checkpointing forbids it; hooks raise what they like
-            if self._ran and has_checkpoints(self._nodes):  # the user's backward would fail as well
+                loose = self._findings(plain, scaled, digits, LOOSE)
+                self._prove_by_zeros(found, loose)
+        except Exception as error:  # reentrant checkpoints forbid it; hooks may raise anything
+            if self._has_run and has_checkpoints(self._nodes):  # the user's backward would fail too
                 raise refused_all("one_context", ()) from error
             return None
         return found
 
     def confirms(self, layouts: Sequence[int | None]) -> bool:
-        """Run one backward with some samples' seeds zero: exactly their rows must be zero."""
-        if not self.able:
+        """Run one backward in which the seeds of some samples are zero, and return True if all rows
+        of these samples are zero. layouts: of each use; None is not compared."""
+        if not self._can_run:
             return False
-        kept = torch.rand(self._n, generator=torch.Generator().manual_seed(self._n)) < 0.5
-        kept[0], kept[-1] = True, False
+        loud = torch.rand(self._n, generator=torch.Generator().manual_seed(self._n)) < 0.5
+        loud[0], loud[-1] = True, False
         try:
-            found = self._gradients(torch.where(kept, 0, SILENT))
+            found = self._summaries(torch.where(loud, 0, SILENT))
         except Exception:
             return False
         flags = [torch.zeros((), dtype=torch.bool, device=self._heads[0][0].device)]
@@ -121,99 +127,90 @@ class Seeding:
             if layout is None or not rows.elements:
                 continue
             owner = self._owners(k).get(layout)
-            if owner is None or rows.sizes.numel() != len(owner):
+            if owner is None or rows.norms.numel() != len(owner):
                 return False
-            flags.append(_leaks(rows, kept[owner]))
+            flags.append(_leaks(rows, loud[owner]))
         return not bool(torch.stack(flags).any())
 
-    def _silenced(self, found: list[Finding], loose: Sequence[Finding]) -> list[Finding]:
-        """Look again at rows that were off by little, as where a GPU adds up in another order each
-        time: whose sample's seed is zero must be zero, and a sum of zeros is, in any order.
-
-        For any two samples there is a backward in which the one is silent and the other is not.
-        """
-        doubts = [k for k, (one, two) in enumerate(zip(found, loose, strict=True))
-                  if isinstance(one.layout, str) and isinstance(two.layout, int)]  # fmt: skip
-        if not doubts:
-            return found
+    def _prove_by_zeros(self, found: list[Finding], loose: Sequence[Finding]) -> None:
+        """Replace a refusal by the loose finding if the rows of silent samples are always zero.
+        On a GPU a sum may have another order, and another rounding, in each backward. But a sum of
+        zeros is zero in any order. For any two samples, one backward silences only one of them."""
         owned = {}
-        for k in doubts:
-            layout = loose[k].layout
-            assert isinstance(layout, int)
-            owned[k] = self._owners(k)[layout]
+        for k, (finding, other) in enumerate(zip(found, loose, strict=True)):
+            if isinstance(finding.layout, str) and isinstance(other.layout, int):
+                owned[k] = self._owners(k)[other.layout]
+        if not owned:
+            return
+        finite = {k: self._plain[k].norms.isfinite() for k in owned}
         flags = []
-        for kept in halves(self._n):
-            rows = self._gradients(torch.where(kept, self._loud, SILENT))
-            shown = {k: self._plain[k].sizes.isfinite() for k in doubts}
-            flags += [torch.stack([_leaks(rows[k], kept[owned[k]], shown[k]) for k in doubts])]
-        leaks = torch.stack(flags).any(0).tolist()
-        for k, mixes in zip(doubts, leaks, strict=True):
+        for loud in halves(self._n):
+            rows = self._summaries(torch.where(loud, self._exponent, SILENT))
+            leaks = [_leaks(rows[k], loud[owner], finite[k]) for k, owner in owned.items()]
+            flags.append(torch.stack(leaks))
+        for k, mixes in zip(owned, torch.stack(flags).any(0).tolist(), strict=True):
             found[k] = found[k] if mixes else loose[k]
-        return found
 
     def differs(self, heads: Heads, found: Sequence[Finding]) -> bool:
-        """Run one backward from other dimensions: True if its rows could be other samples'."""
+        """Run one backward from other dimensions of the outputs, and return True if the samples may
+        as well be there: rows do not mix, and some layouts differ from `found`."""
         digit = torch.arange(self._n) % (4 if self._half else 16)
         try:
-            other = self._gradients(self._loud + digit, heads)
+            other = self._summaries(self._exponent + digit, heads)
         except Exception:
             return True
-        instead = self._findings(self._plain, [other], [digit])
-        live = [(one, two) for one, two in zip(found, instead, strict=True)
-                if isinstance(one.layout, int) and one.layout != NOWHERE]  # fmt: skip
-        mixes = any(isinstance(two.layout, str) for _, two in live)
-        return not mixes and any(one.layout != two.layout for one, two in live)
+        pairs = zip(found, self._findings(self._plain, [other], [digit]), strict=True)
+        layouts = [(one.layout, two.layout) for one, two in pairs
+                   if isinstance(one.layout, int) and one.layout != NOWHERE]  # fmt: skip
+        mixes = any(isinstance(two, str) for _, two in layouts)
+        return not mixes and any(one != two for one, two in layouts)
 
-    def _gradients(
+    def _summaries(
         self, exponents: Tensor, heads: Sequence[tuple[Tensor, int | Tensor]] | None = None
-    ) -> dict[int, Rows]:
-        """Return small facts of rows by use: a copy of each gradient would take memory."""
-        found: dict[int, Rows] = {}
+    ) -> Summaries:
+        """Run one backward, and return a summary of each use's rows."""
+        found: Summaries = {}
 
-        def keep(k: int, g: Tensor | None) -> None:
+        def record(k: int, grads: Any) -> None:
+            """grads: by the outputs of the use's node."""
+            g = grads[self._uses[k].output_nr]
             if g is not None:
-                found[k] = Rows.of(g, prod(self._uses[k].leads), self._half)
+                found[k] = RowSummary.of(g, prod(self._uses[k].leads), self._half)
 
-        def arrive(k: int, grads: Sequence[Tensor | None]) -> None:
-            keep(k, grads[self._uses[k].output_nr])
-
-        between = {*self._known} - {*self._last}
-        handles = [self._uses[k].node.register_prehook(partial(arrive, k)) for k in between]
+        higher = {*self._known} - {*self._lowest}
+        handles = [self._uses[k].node.register_prehook(partial(record, k)) for k in higher]
         try:
             roots = [seeded_root(t, exponents, d) for t, d in heads or self._heads]
-            edges = [GradientEdge(self._uses[k].node, self._uses[k].output_nr) for k in self._last]
+            lowest = (self._uses[k] for k in self._lowest)
+            edges = [GradientEdge(use.node, use.output_nr) for use in lowest]
             if not edges:
                 return found
             with self._unspent():
-                ends = torch.autograd.grad(roots, edges, retain_graph=True, allow_unused=True)
+                grads = torch.autograd.grad(roots, edges, retain_graph=True, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
-        self._ran = True
-        for k, g in zip(self._last, ends, strict=True):
-            keep(k, g)
+        self._has_run = True
+        for k, g in zip(self._lowest, grads, strict=True):
+            record(k, {self._uses[k].output_nr: g})
         return found
 
-    def _loudest(self) -> int:
-        """Return the exponent up to which all stays finite: float16 has few numbers below 1e-4."""
+    def _largest_exponent(self) -> int:
+        """Return an exponent that leaves all finite: float16 has few numbers below 1e-4."""
         for exponent in (12, 9, 6, 3):
-            found = self._gradients(torch.full((self._n,), exponent + 3))
-            if all(bool(rows.sizes.isfinite().all()) for rows in found.values()):
+            found = self._summaries(torch.full((self._n,), exponent + 3))
+            if all(bool(rows.norms.isfinite().all()) for rows in found.values()):
                 return exponent
         return 0
 
     def _findings(
-        self,
-        plain: dict[int, Rows],
-        scaled: Sequence[dict[int, Rows]],
-        digits: Sequence[Tensor],
-        close: float = 0.0,
+        self, plain: Summaries, scaled: list[Summaries], digits: list[Tensor], tolerance: float = 0
     ) -> list[Finding]:
-        """Return a finding for each use, by one read from the device for all."""
+        """Return a finding for each use, with one read from the device for all of them."""
         found = [Finding(BATCH if use.node is None else None) for use in self._uses]
-        groups: dict[Any, list[int]] = {}  # of uses that are asked together
+        groups: dict[Any, list[int]] = {}  # uses that are compared at once
         for k in self._known:
-            if k not in plain or any(k not in one for one in scaled):
+            if k not in plain or any(k not in rows for rows in scaled):
                 continue
             if not plain[k].elements:
                 found[k] = Finding(BATCH)
@@ -221,103 +218,102 @@ class Seeding:
                 found[k] = Finding(cause("mixes", n=self._n))
             else:
                 groups.setdefault((id(self._owners(k)), plain[k].key), []).append(k)
-        asked = [
-            _asked([plain[k] for k in group], [[one[k] for k in group] for one in scaled],
-                   digits, self._owners(group[0]), close)
+        compared = [
+            _compare([plain[k] for k in group], [[rows[k] for k in group] for rows in scaled],
+                     digits, self._owners(group[0]), tolerance)
             for group in groups.values()
         ]  # fmt: skip
-        answers = iter(torch.cat([flags.flatten() for flags in asked]).tolist() if asked else ())
-        for group, flags in zip(groups.values(), asked, strict=True):
+        flat = torch.cat([flags.flatten() for flags in compared]) if compared else torch.zeros(0)
+        answers = iter(flat.tolist())
+        for group, flags in zip(groups.values(), compared, strict=True):
             for k in group:
                 live, *fit = islice(answers, flags.shape[1])
-                finding = self._finding(self._owners(k), live, fit, plain[k].half)
-                fixed = (
-                    layout_from_sizes(self._uses[k].leads, self._n) == finding.layout is not None
-                )
-                found[k] = replace(finding, sure=finding.sure or fixed)
+                finding = self._finding(self._owners(k), live, fit)
+                sized = layout_from_sizes(self._uses[k].leads, self._n)
+                agree = sized == finding.layout is not None
+                found[k] = replace(finding, sure=finding.sure or agree)
         return found
 
     def _owners(self, k: int) -> dict[int, Tensor]:
+        """Return the possible layouts of a use, each with the sample of each row."""
         use = self._uses[k]
         key = *use.leads, use.second, use.minor, id(use.samples)
-        if key not in self._owned:
-            self._owned[key] = (
-                owners(use.leads, self._n, use.second, use.minor)
-                if use.samples is None
-                else {BATCH: use.samples.cpu()}
-            )
-        return self._owned[key]
+        if key not in self._owners_by_sizes:
+            packed = None if use.samples is None else {BATCH: use.samples.cpu()}
+            possible = packed or owners(use.leads, self._n, use.second, use.minor)
+            self._owners_by_sizes[key] = possible
+        return self._owners_by_sizes[key]
 
-    def _finding(
-        self, owned: dict[int, Tensor], live: bool, flags: Sequence[bool], half: bool
-    ) -> Finding:
-        """Return the finding by flags: for each layout whether all rows fit, whether all but faint
-        ones do, and whether what fits is of every sample."""
+    def _finding(self, owned: dict[int, Tensor], live: bool, flags: Sequence[bool]) -> Finding:
+        """Return the finding for one use from the flags of _compare()."""
         if not live:
             return Finding(NOWHERE)
         by_layout = dict(zip(owned, zip(*[iter(flags)] * 3, strict=True), strict=True))
         fits = [layout for layout, (all_fit, *_) in by_layout.items() if all_fit]
         if not fits:
-            most = [layout for layout, (_, loud_fit, _) in by_layout.items() if loud_fit]
-            fits = [layout for layout in most if half and by_layout[layout][2]]
+            loud = [layout for layout, (_, loud_fit, _) in by_layout.items() if loud_fit]
+            fits = [layout for layout in loud if self._half and by_layout[layout][2]]
             if not fits:
-                return Finding(None if most else cause("mixes", n=self._n))
-        alike = all(torch.equal(owned[fits[0]], owned[layout]) for layout in fits)
-        if not alike:  # neither zeros nor nan are evidence
-            return Finding(None)
+                return Finding(None if loud else cause("mixes", n=self._n))
+        if any(not torch.equal(owned[fits[0]], owned[layout]) for layout in fits):
+            return Finding(None)  # rows of zeros or nan fit every layout, and show nothing
         usual = [layout for layout in fits if layout in (BATCH, SEQUENCE)]
         return Finding(fits[0], len(usual or fits) == 1)
 
 
-def _leaks(rows: Rows, kept: Tensor, shown: Tensor | None = None) -> Tensor:
-    """Tell whether a row has a gradient that is not of the samples kept: [rows], as `shown`."""
-    leaks = (rows.sizes != 0) & ~kept.to(rows.sizes.device)[:, None]
-    return (leaks if shown is None else leaks & shown).any()
+def _leaks(rows: RowSummary, loud: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Return a bool []: True if a row of a silent sample has a gradient.
+    loud: [rows], False for rows of silent samples. counts: [rows, 1], False for rows to ignore."""
+    leaks = (rows.norms != 0) & ~loud.to(rows.norms.device)[:, None]
+    return (leaks if counts is None else leaks & counts).any()
 
 
-def _asked(
-    plain: Sequence[Rows],
-    scaled: Sequence[Sequence[Rows]],
+def _compare(
+    plain: Sequence[RowSummary],
+    scaled: Sequence[Sequence[RowSummary]],
     digits: Sequence[Tensor],
     owned: dict[int, Tensor],
-    close: float,
+    tolerance: float,
 ) -> Tensor:
-    """Return flags [uses, 1 + 3 layouts] of uses with as many rows: see Seeding._finding."""
-    sizes = torch.stack([rows.sizes for rows in plain])  # [uses, rows, 1]
+    """Return flags [uses, 1 + 3 layouts] of uses whose summaries have the same key.
+    The first: a row has a gradient. Then for each layout: all rows fit; all rows fit but faint
+    ones; each sample has a row that is not faint."""
+    norms = torch.stack([rows.norms for rows in plain])  # [uses, rows, 1]
     projections = torch.stack([rows.projections for rows in plain])
-    device, n, close = sizes.device, len(digits[0]), max(plain[0].close, close)
-    nan = ~sizes.isfinite()
-    faint = nan | (sizes < plain[0].floor)
-    loud = ((sizes > 0) & ~faint).flatten(1)
-    every = [sizes, *(torch.stack([rows.sizes for rows in one]) for one in scaled)]
+    device, n, tolerance = norms.device, len(digits[0]), max(plain[0].tolerance, tolerance)
+    nan = ~norms.isfinite()
+    faint = nan | (norms < plain[0].floor)
+    loud = ((norms > 0) & ~faint).flatten(1)
+    every = [norms, *(torch.stack([rows.norms for rows in summaries]) for summaries in scaled)]
     flags = [torch.stack([one.ne(0).flatten(1).any(1) for one in every]).any(0)]
     for owner in owned.values():
         fits = torch.ones_like(nan)
-        for one, digit in zip(scaled, digits, strict=True):
+        for summaries, digit in zip(scaled, digits, strict=True):
             exponents = digit[owner].to(device)[:, None]
-            wanted, size = torch.ldexp(projections, exponents), torch.ldexp(sizes, exponents)
-            off = (torch.stack([rows.projections for rows in one]) - wanted).abs()
-            fits = fits & off.le(close * size).all(-1, True)
-        of_each = torch.zeros(len(plain), n, dtype=torch.int32, device=device)
-        of_each.index_add_(1, owner.to(device), loud.int())
+            expected, size = torch.ldexp(projections, exponents), torch.ldexp(norms, exponents)
+            error = (torch.stack([rows.projections for rows in summaries]) - expected).abs()
+            fits = fits & error.le(tolerance * size).all(-1, True)
+        loud_rows = torch.zeros(len(plain), n, dtype=torch.int32, device=device)
+        loud_rows.index_add_(1, owner.to(device), loud.int())
         flags += [(fits | nan).flatten(1).all(1), (fits | faint).flatten(1).all(1),
-                  (of_each > 0).all(1)]  # fmt: skip
+                  (loud_rows > 0).all(1)]  # fmt: skip
     return torch.stack(flags, 1)
 
 
 def heads_of(
     outputs: Sequence[Tensor], n: int, dims: dict[tuple[int, int], int], batch_dim: int
 ) -> tuple[Heads, Sequence[Heads]]:
-    """Return outputs with the dimension of the samples; and with each other one of that size."""
+    """Return outputs with the likely dimension of the samples, and with others of size N.
+    dims: proven dimensions, by the place of an output and its number of dimensions."""
     heads, rests = [], []
     for k, t in enumerate(outputs):
         fits = [d for d, size in enumerate(t.shape) if size == n]
         if not fits or not t.requires_grad or not t.is_floating_point():
             continue
-        remembered = dims.get((k, t.dim()))
+        proven = dims.get((k, t.dim()))
         first = batch_dim if batch_dim in fits else fits[0]
-        if remembered in fits:
-            first, fits = remembered, [remembered]
+        if proven in fits:
+            first, fits = proven, [proven]
         heads.append((t, first))
         rests.append([d for d in fits if d != first])
     others = [
@@ -329,13 +325,13 @@ def heads_of(
 
 
 def nodes_in_order(outputs: Iterable[Tensor]) -> list[Any]:
-    """Return the graph's nodes below these, each before those it is made of."""
+    """Return the nodes of a graph, each before the nodes that it consumes."""
     order: list[Any] = []
     todo: list[tuple[Any, bool]] = [(t.grad_fn, False) for t in outputs]
     seen = set()
     while todo:
-        node, left = todo.pop()
-        if left:
+        node, is_done = todo.pop()
+        if is_done:
             order.append(node)
         elif node is not None and node not in seen:
             seen.add(node)
@@ -345,39 +341,35 @@ def nodes_in_order(outputs: Iterable[Tensor]) -> list[Any]:
 
 
 def is_python(node: Any, compiled: bool = False) -> bool:
-    """Return True if a backward may do what it likes; compiled: that of a compiled part may not."""
+    """Return True if a node's backward is a user's Python, which may have side effects.
+    compiled: count the backward of a compiled part as safe."""
     own = isinstance(node, torch.autograd.function.BackwardCFunction)
     return own and node.name() != FLEX and not (compiled and node.name() == COMPILED)
-
-
-def _is_half(node: Any) -> bool:
-    return any(m.dtype == torch.float16 for m in getattr(node, "_input_metadata", ()))
 
 
 def owners(
     leads: Sequence[int], n: int, second: bool = False, minor: bool = False
 ) -> dict[int, Tensor]:
-    """Return each layout that sizes allow, and each row's sample in it (as csrc/nodes/site.cpp)."""
-    place, found, leads = torch.arange(prod(leads)), {}, leads or [1]  # a number has none
+    """Return each layout that the sizes allow, with the sample of each row [prod(leads)].
+    csrc/nodes/site.cpp has the same."""
+    row, found, leads = torch.arange(prod(leads)), {}, leads or [1]  # a scalar is one row
     if leads[0] % n == 0:
-        found[BATCH] = place // (len(place) // n)
+        found[BATCH] = row // (len(row) // n)
     if len(leads) > 1 and leads[1] == n:
-        found[SEQUENCE] = place // prod(leads[2:]) % n
+        found[SEQUENCE] = row // prod(leads[2:]) % n
     elif leads[0] % n == 0:
-        found[SEQUENCE] = place // prod(leads[1:]) % n
+        found[SEQUENCE] = row // prod(leads[1:]) % n
     if second and len(leads) > 1 and leads[1] % n == 0:
-        found[SECOND] = place // prod(leads[2:]) % leads[1] // (leads[1] // n)
+        found[SECOND] = row // prod(leads[2:]) % leads[1] // (leads[1] // n)
     if minor and leads[1] % n == 0:
-        found[MINOR] = place // prod(leads[2:]) % leads[1] % n
+        found[MINOR] = row // prod(leads[2:]) % leads[1] % n
     return found
 
 
 def layout_from_sizes(leads: Sequence[int], n: int) -> int | None:
-    """Return the layout, if one dimension alone has size N and no other hides the samples."""
+    """Return the layout if only one dimension has size N and no other can hold the samples."""
     first, *rest = leads or [1]
-    if n == 1:
-        return BATCH
-    if first == n and n not in rest:
+    if n == 1 or (first == n and n not in rest):
         return BATCH
     if rest[:1] == [n] and first % n and n not in rest[1:]:
         return SEQUENCE

@@ -1,5 +1,8 @@
-"""Modes that hear every operation, as a selective checkpoint's or a counter of FLOP, hear those of
-the model alone: what they keep of an operation is given to the next one of its kind."""
+"""Dispatch modes of the user, such as a FLOP counter or a selective checkpoint.
+
+They must see the operators of the model alone. A selective checkpoint gives a saved result to the
+next operator of the same kind, so one operator of ours would shift all results that follow.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,28 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 
 from .constant import WatchMode
 
-SEVERAL = torch._C._dispatch_key_parse("VmapMode")  # by name at each call it takes longer
+VMAP_KEY = torch._C._dispatch_key_parse("VmapMode")  # parsing it at each call takes longer
 
 
 def in_batched_backward() -> bool:
-    """Return True inside a backward of is_grads_batched=True: its gradients are nobody's .grad."""
-    return bool(torch._C._dispatch_tls_is_dispatch_key_included(SEVERAL))
+    """Return True in a backward with is_grads_batched=True, whose gradients enter no .grad."""
+    return bool(torch._C._dispatch_tls_is_dispatch_key_included(VMAP_KEY))
 
 
 def without_user_modes() -> AbstractContextManager[None]:
-    """Disable modes above our own; one that is entered inside is below them."""
-    return _off() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    """Disable the user's dispatch modes above our own. A mode entered inside ends up below them."""
+    return _disabled() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 @contextmanager
-def _off() -> Iterator[None]:
-    taken: list[Any] = []
+def _disabled() -> Iterator[None]:
+    popped: list[Any] = []
     while not isinstance(mode := _get_current_dispatch_mode(), (WatchMode, type(None))):
-        if hasattr(mode, "_mode_key"):  # fake tensors, tracing: nothing runs without
+        if hasattr(mode, "_mode_key"):  # fake tensors and tracing: operators need these modes
             break
-        taken.append(_pop_mode())
+        popped.append(_pop_mode())
     try:
         yield
     finally:
-        for mode in reversed(taken):
+        for mode in reversed(popped):
             _push_mode(mode)

@@ -1,4 +1,8 @@
-"""A graph's nodes: which consume what, what each makes and what it was made of."""
+"""Autograd nodes: which nodes consume which, and the shapes and dtypes of their outputs.
+
+A node knows only what it consumes: next_functions are edges (node, number), where `number` is the
+consumed output of that node. Graph.parents has the consumers of a node, with the same number.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import torch
 from torch import Tensor
 
 Node = Any
+Edge = tuple[Node, int]
 Shape = tuple[int, ...]
 VIEWS = {f"{name}Backward0" for name in (
     "Alias", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "T", "ToCopy",
@@ -19,12 +24,12 @@ SAME = {"ReshapeAliasBackward0": "ViewBackward0", "AliasBackward0": "SliceBackwa
 
 
 class Graph:
-    """A forward's graph, walked from its outputs: who consumes what."""
+    """The graph of a forward, below its outputs, with the consumers of each node."""
 
     def __init__(self, outputs: Iterable[Tensor]) -> None:
-        # in the outputs' order: a plan's names are of nodes that every pass lists in the same one
+        # In the order of the outputs, so that every pass lists the nodes in the same order.
         self.roots = dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None)
-        self.parents: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.roots}
+        self.parents: dict[Node, list[Edge]] = {node: [] for node in self.roots}
         todo = list(self.parents)
         while todo:
             node = todo.pop()
@@ -36,84 +41,82 @@ class Graph:
                     self.parents[child].append((node, number))
 
     def numbers(self, node: Node) -> list[int]:
-        """Return the outputs of a node that others consume."""
+        """Return the outputs of a node that other nodes consume."""
         return sorted({number for _, number in self.parents.get(node, ())})
 
     def last(self, node: Node) -> int:
-        """Return the one output of a frontier's node."""
+        """Return the last output of a node that is consumed: the only one, on a frontier."""
         return max(self.numbers(node), default=0)
 
-    def climb(self, starts: Iterable[Node], on: Callable[[int, Node], bool]) -> list[Node]:
-        """Nodes above, nearest first; beyond the k-th only if `on` says so."""
-        found = list(dict.fromkeys(starts))
-        visited = set(found)
-        for k, node in enumerate(found):  # grows as it goes
-            if on(k, node):
-                fresh = dict.fromkeys(p for p, _ in self.parents.get(node, ()) if p not in visited)
-                found += fresh
-                visited.update(fresh)
-        return found
+    def climb(self, starts: Iterable[Node], goes_on: Callable[[int, Node], bool]) -> list[Node]:
+        """Return the starts and the nodes above them, nearest first.
+        The consumers of the k-th node are visited only if goes_on(k, node)."""
+        parents = self.parents
+        return _reach(starts, lambda k, v: parents.get(v, ()) if goes_on(k, v) else ())
 
     def without(self, leaf: Node, uses: set[Node]) -> bool:
-        """Take away a parameter's edges into what made the outputs `uses` of its modules.
-
-        False, and nothing is changed, where they are not found.
-        """
-        left: dict[Node, list[tuple[Node, int]]] = {}
+        """Remove the edges from a parameter to its modules, whose outputs are by the nodes `uses`.
+        Return False, and change nothing, if one of these nodes is not found above the parameter."""
+        remaining: dict[Node, list[Edge]] = {}
         hits: set[Node] = set()
-        gone = leaf in self.parents and self._prune(leaf, uses, left, hits)
+        is_unused = leaf in self.parents and self._prune(leaf, uses, remaining, hits)
         if hits != uses:
             return False
-        self.parents.update(left)
-        if gone:
+        self.parents.update(remaining)
+        if is_unused:
             del self.parents[leaf]
         return True
 
     def _prune(
-        self, node: Node, uses: set[Node], left: dict[Node, list[tuple[Node, int]]], hits: set[Node]
+        self, node: Node, uses: set[Node], remaining: dict[Node, list[Edge]], hits: set[Node]
     ) -> bool:
-        """Fill `left` with the parents that remain; return True if none does. No closure calls
-        itself here: it would keep the graph until garbage is collected."""
-        kept = left[node] = []
+        """Add the parents that remain to `remaining`; return True if no parent does.
+        This is a method because a closure that calls itself would keep the graph alive until
+        garbage collection."""
+        parents = remaining[node] = []
         for parent, number in self.parents[node]:
-            made = self._made(parent) & uses
-            hits |= made
-            if not made and not (parent.name() in VIEWS and self._prune(parent, uses, left, hits)):
-                kept.append((parent, number))
-        return not kept and node not in self.roots
+            found = self._outputs_of(parent) & uses
+            hits |= found
+            is_view = parent.name() in VIEWS
+            if not found and not (is_view and self._prune(parent, uses, remaining, hits)):
+                parents.append((parent, number))
+        return not parents and node not in self.roots
 
-    def _made(self, node: Node) -> set[Node]:
-        """It, and what it makes in another shape and with a bias added."""
-        todo, visited = [node], {node}
-        for node in todo:  # grows as it goes
-            parents = {p for p, _ in self.parents.get(node, ()) if p.name() in OUTPUTS}
-            todo += parents - visited
-            visited |= parents
-        return visited
+    def _outputs_of(self, node: Node) -> set[Node]:
+        """Return the nodes that may be a module's output node: views of this one, a bias added."""
+
+        def edges(_: int, node: Node) -> list[Edge]:
+            return [e for e in self.parents.get(node, ()) if e[0].name() in OUTPUTS]
+
+        return set(_reach([node], edges))
 
 
-def nodes_below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
-    """Return these nodes and all that they lead to, less the parameters and what is `until`."""
-    found = [node for node in dict.fromkeys(starts) if node not in until]
-    visited = {*found, *until}
-    for node in found:  # grows as it goes
-        children = (child for child, _ in node.next_functions if child and not is_leaf(child))
-        fresh = dict.fromkeys(child for child in children if child not in visited)
+def _reach(starts: Iterable[Node], edges: Callable[[int, Node], Iterable[Edge]]) -> list[Node]:
+    """Return the starts and the nodes that edges(k, node) lead to from the k-th, nearest first."""
+    found = list(dict.fromkeys(starts))
+    visited = set(found)
+    for k, node in enumerate(found):  # found grows
+        fresh = dict.fromkeys(other for other, _ in edges(k, node) if other not in visited)
         found += fresh
         visited.update(fresh)
     return found
 
 
+def nodes_below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> list[Node]:
+    """Return the starts and all nodes below them, except parameters and those in `until`."""
+
+    def edges(_: int, node: Node) -> list[Edge]:
+        return [e for e in node.next_functions if e[0] and not is_leaf(e[0]) and e[0] not in until]
+
+    return _reach((node for node in starts if node not in until), edges)
+
+
 def coarsest_eps(ends: Iterable[Node], operands: Iterable[Tensor]) -> float:
-    """Return the largest rounding unit of gradients between ends and what they are made from."""
-    visited = {t.grad_fn for t in operands}
-    found = [node for node in ends if node not in visited]
-    dtypes: set[torch.dtype] = set()
-    for node in filter(None, found):  # grows as it goes
-        dtypes.update(kind.dtype for kind in getattr(node, "_input_metadata", ()))
-        fresh = {child for child, _ in node.next_functions} - visited
-        found += fresh
-        visited.update(fresh)
+    """Return the largest machine epsilon of the gradients from `ends` down to the operands."""
+    until = {None, *(t.grad_fn for t in operands)}
+    starts = (node for node in ends if node not in until)
+    nodes = _reach(starts, lambda _, v: [e for e in v.next_functions if e[0] not in until])
+    dtypes = {kind.dtype for node in nodes for kind in getattr(node, "_input_metadata", ())}
     return max((torch.finfo(kind).eps for kind in dtypes if kind.is_floating_point), default=0.0)
 
 
@@ -122,33 +125,31 @@ def is_leaf(node: Node) -> bool:
 
 
 def name_of(node: Node) -> str:
-    """Return a name that does not depend on how reshapes and slices were recorded."""
+    """Return a name that does not depend on how autograd recorded reshapes and slices."""
     name: str = node.name()
     return SAME.get(name, name)
 
 
 def edges_among(nodes: Sequence[Node]) -> tuple[tuple[int, int, int], ...]:
-    places = {node: k for k, node in enumerate(nodes)}
+    """Return (consumer, its operand, consumed node) for each edge, by positions in `nodes`."""
+    positions = {node: k for k, node in enumerate(nodes)}
     return tuple(
-        (k, operand, places[child])
-        for node, k in places.items()
+        (k, operand, positions[child])
+        for node, k in positions.items()
         for operand, (child, _) in enumerate(node.next_functions)
-        if child in places
+        if child in positions
     )
 
 
-def shape_of(node: Node, number: int) -> tuple[int, ...]:
-    if is_leaf(node):
-        return tuple(node.variable.shape)
-    return tuple(node._input_metadata[number].shape)
+def shape_of(node: Node, number: int) -> Shape:
+    return tuple((node.variable if is_leaf(node) else node._input_metadata[number]).shape)
 
 
 def dtype_of(node: Node, number: int) -> torch.dtype:
-    found = node.variable if is_leaf(node) else node._input_metadata[number]
-    dtype: torch.dtype = found.dtype
+    dtype: torch.dtype = (node.variable if is_leaf(node) else node._input_metadata[number]).dtype
     return dtype
 
 
 def to_signed(value: int) -> int:
-    """Return a number that a node saved: it shows negative ones as unsigned."""
+    """Return an int64 that a node saved; nodes show negative ones as unsigned."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,7 +1,7 @@
-"""Which rows go where, as far as a batch's own values choose it: x[mask], packed sequences, pieces.
+"""Routes: the rows that a batch's own values select, as in x[mask], packed sequences and pieces.
 
-With the sizes the same, another batch may send other samples' rows there. What was proven of a
-structure with such operations holds for the batches that choose as the proven one did.
+Another batch of the same sizes may select rows of other samples. So a proof of a structure with
+such operators holds only for batches with the same routes.
 """
 
 from __future__ import annotations
@@ -18,85 +18,85 @@ from .nodes import Node, is_leaf, nodes_below, shape_of, to_signed
 if ops.NATIVE:
     from .. import _C
 
-# Nodes that take rows from their operand, or put rows into what they make; what they save of these.
-TAKES = {f"{name}Backward0" for name in (
+# Nodes that read rows of their operand by index, or write rows of their output by index.
+READS = {f"{name}Backward0" for name in (
     "Embedding", "EmbeddingBag", "Gather", "Index", "IndexSelect", "MaskedSelect",
     "PackPaddedSequence", "Sort", "Take", "Topk",
 )} | {"SortBackward1"}  # fmt: skip
-PUTS = {f"{name}Backward0" for name in (
+WRITES = {f"{name}Backward0" for name in (
     "IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl", "IndexReduce", "MaskedScatter", "Put",
     "Scatter", "ScatterAdd", "ScatterReduce",
 )}  # fmt: skip
-INDEX_NAMES = ("index", "indices", "mask", "result1")
-ENDS = {"EmbeddingBagBackward0": ("offsets",), "SegmentReduceBackward0": ("lengths", "offsets")}
-TURNS = {"CloneBackward0", "PermuteBackward0", "TBackward0", "ToCopyBackward0",
-         "TransposeBackward0"}  # fmt: skip
-JOINS = {"CatBackward0", "SelectScatterBackward0", "SliceScatterBackward0",
-         "SplitWithSizesBackward0", "StackBackward0"}  # fmt: skip
-INTO_SLICES = "torch::autograd::CopySlices"
-PLACES = {
+INDEX_NAMES = ("index", "indices", "mask", "result1")  # the names under which they save indices
+OFFSETS = {"EmbeddingBagBackward0": ("offsets",), "SegmentReduceBackward0": ("lengths", "offsets")}
+TRANSPOSES = {"CloneBackward0", "PermuteBackward0", "TBackward0", "ToCopyBackward0",
+              "TransposeBackward0"}  # fmt: skip
+CONCATENATIONS = {"CatBackward0", "SelectScatterBackward0", "SliceScatterBackward0",
+                  "SplitWithSizesBackward0", "StackBackward0"}  # fmt: skip
+COPY_SLICES = "torch::autograd::CopySlices"
+POSITION_NAMES = {
     "SelectBackward0": ("dim", "index"),
     "SelectScatterBackward0": ("dim", "index"),
     "SliceBackward0": ("dim", "start", "end"),
     "SliceScatterBackward0": ("dim", "start", "end"),
     "SplitWithSizesBackward0": ("split_sizes",),
 }
-ALL = {"MaskedScatterBackward0", "MaskedSelectBackward0", "PackPaddedSequenceBackward0",
-       "PutBackward0", "TakeBackward0"}  # whatever the dimension  # fmt: skip
+ANY_DIM = {"MaskedScatterBackward0", "MaskedSelectBackward0", "PackPaddedSequenceBackward0",
+           "PutBackward0", "TakeBackward0"}  # whatever the dimension  # fmt: skip
 
 
 def routes_of(outputs: Iterable[Tensor], n: int, by_row: Mapping[Node, Any]) -> list[Any]:
-    """Return what this graph's batch chose; empty: nothing. None in it: it was not seen.
-
-    by_row: nodes by which each sample's rows stay its own, whatever was chosen, and what they are
-    of: a string each, that says nothing of the choice.
-    """
-    found: list[Any] = []
-    chosen, kept = False, set()
+    """Return the routes of the batch that a graph is of; empty if its values select nothing.
+    A None in the list was not visible, and equals no other route. by_row: nodes that keep each
+    sample's rows apart, whatever they select, with a description that depends on no values."""
+    routes: list[Any] = []
+    has_choice, notes = False, set()
     for node in nodes_below(t.grad_fn for t in outputs if t.grad_fn is not None) if n > 1 else ():
         name = node.name()
         if node in by_row:
-            kept.add(f"by row in {by_row[node]}")
+            notes.add(f"by row in {by_row[node]}")
             continue
-        if name == INTO_SLICES or (name in JOINS and _joins_samples(node, n)):
-            chosen = True
-            found.append(tuple(shape_of(*edge) for edge in node.next_functions if edge[0]))
-        if any(number for _, number in node.next_functions):  # rows of what was unbound, or split
-            found.append(tuple(number for _, number in node.next_functions))
-        if name == INTO_SLICES:
+        if name == COPY_SLICES or (name in CONCATENATIONS and _joins_samples(node, n)):
+            has_choice = True
+            routes.append(tuple(shape_of(*edge) for edge in node.next_functions if edge[0]))
+        numbers = tuple(number for _, number in node.next_functions)
+        if any(numbers):  # outputs of unbind and split
+            routes.append(numbers)
+        if name == COPY_SLICES:
             node = _C.into_slice(node) if ops.NATIVE else None
             name = node.name() if node is not None else ""
-            found += [] if name else [None]
-        if name in TAKES or name in PUTS:
-            parts = [*_chosen(node, name, n)]
-            chosen = chosen or bool(parts)
-            found += parts
-        if name in ENDS and not _is_table(node.next_functions[0][0]):
-            chosen = True
-            found += [_saved(node, key) for key in ENDS[name]]
-        if name in PLACES:
-            found.append(tuple(getattr(node, f"_saved_{key}") for key in PLACES[name]))
-    return [*sorted(kept), *(found if chosen else ())]
+            routes += [] if name else [None]
+        if name in READS or name in WRITES:
+            indices = [*_indices(node, name, n)]
+            has_choice = has_choice or bool(indices)
+            routes += indices
+        if name in OFFSETS and not _is_table(node.next_functions[0][0]):
+            has_choice = True
+            routes += [_saved(node, key) for key in OFFSETS[name]]
+        if name in POSITION_NAMES:
+            routes.append(tuple(getattr(node, f"_saved_{key}") for key in POSITION_NAMES[name]))
+    return [*sorted(notes), *(routes if has_choice else ())]
 
 
 def same_routes(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(_same, one, other))
+    return len(one) == len(other) and all(map(_is_same, one, other))
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and torch.equal(a, b)
     return a is not None and type(a) is type(b) and bool(a == b)
 
 
 def _joins_samples(node: Node, n: int) -> bool:
-    """Return True if pieces may be samples: of any length along the first dimension, as graphs."""
+    """Return True if the pieces may be samples: along the first dimension pieces of any size may be
+    (graphs), along others only if the size of the whole allows it."""
     whole = shape_of(node, 0)
     if node.name() == "CatBackward0" and any(
         child and shape_of(child, number) == whole for child, number in node.next_functions
     ):
-        return False  # one piece is all of it, as of a cache that is empty
-    return _dim(node) == 0 or _may_hold(shape_of(node, 0), _dim(node), n)
+        return False  # one piece is the whole: the others are empty, as a cache at its start
+    return _dim(node) == 0 or _may_hold(whole, _dim(node), n)
 
 
 def _dim(node: Node) -> int:
@@ -104,10 +104,10 @@ def _dim(node: Node) -> int:
     return to_signed(getattr(node, "_saved_dim", 0))
 
 
-def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
-    """Return a node's saved indices that may hold samples; None where hooks keep them."""
+def _indices(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
+    """Yield the saved indices that may select samples; None where they are saved through hooks."""
     operand = node.next_functions[0]
-    if name in TAKES and operand[0] is not None:
+    if name in READS and operand[0] is not None:
         if _is_table(operand[0]):
             return
         shape = shape_of(*operand)
@@ -117,9 +117,8 @@ def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
     raw = getattr(node, f"_raw_saved_{key}")
     raw = [*raw] if isinstance(raw, (list, tuple)) else [raw]
     dim = _dim(node) % max(1, len(shape))
-    hooked = any(getattr(t, "unpack_hook", t) is not None for t in raw)
-    if hooked:
-        if name in ALL or any(_may_hold(shape, d, n) for d in range(dim, dim + len(raw))):
+    if any(getattr(t, "unpack_hook", t) is not None for t in raw):
+        if name in ANY_DIM or any(_may_hold(shape, d, n) for d in range(dim, dim + len(raw))):
             yield None
         return
     value = getattr(node, f"_saved_{key}")
@@ -128,13 +127,13 @@ def _chosen(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
             dim += 1
             continue
         covered = index.dim() if index.dtype in (torch.bool, torch.uint8) else 1
-        if name in ALL or any(_may_hold(shape, d, n) for d in range(dim, dim + covered)):
+        if name in ANY_DIM or any(_may_hold(shape, d, n) for d in range(dim, dim + covered)):
             yield _by_sample(index, n)
         dim += covered
 
 
 def _saved(node: Node, key: str) -> Tensor | bool | None:
-    """Return a copy of what a node saved; None: hooks keep it, as above; False: there is none."""
+    """Return a copy of a saved tensor; None if it is saved through hooks, False if it is absent."""
     if getattr(getattr(node, f"_raw_saved_{key}"), "unpack_hook", None) is not None:
         return None
     value = getattr(node, f"_saved_{key}")
@@ -142,8 +141,9 @@ def _saved(node: Node, key: str) -> Tensor | bool | None:
 
 
 def _may_hold(shape: Sequence[int], dim: int, n: int) -> bool:
-    """Return True if a dimension may hold samples: the first, with their rows and perhaps a row of
-    padding; the second, if the first has another size than N; or one of size N."""
+    """Return True if a dimension may hold samples.
+    That is the first one if its size is a multiple of N, or off by one row (padding); the second
+    one if its size is a multiple of N and that of the first is not N; and any one of size N."""
     dim %= max(1, len(shape))
     first = dim == 0 and bool(shape) and min(shape[0] % n, -shape[0] % n) <= 1
     second = dim == 1 and shape[0] != n and shape[1] % n == 0
@@ -151,14 +151,15 @@ def _may_hold(shape: Sequence[int], dim: int, n: int) -> bool:
 
 
 def _is_table(node: Node) -> bool:
-    """Return one of the model's own, as it is or turned, as an adapter's of an embedding."""
-    while node.name() in TURNS and node.next_functions[0][0] is not None:
+    """Return True for a parameter, also if it is transposed or cast, as in an embedding adapter."""
+    while node.name() in TRANSPOSES and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return is_leaf(node)
 
 
 def _by_sample(index: Tensor, n: int) -> Tensor:
-    """Return a mask's count for each sample, where samples come first in order."""
+    """Return a copy of an index, or the count per sample [N] of a mask whose first dimension is N:
+    only the counts decide which rows a sample gets."""
     if index.dtype is torch.bool and index.dim() > 1 and index.shape[0] == n:
         return index.flatten(1).sum(1)
     return index.detach().clone()

@@ -1,1 +1,1 @@
-"""Gradients by sample of what all samples share, from where in the graph samples come in."""
+"""Per-sample gradients of parameters whose uses are shared by all samples."""

@@ -1,7 +1,8 @@
-"""Gradients by sample, taken down from a frontier (frontier.py) to the parameters below it.
+"""Takes per-sample gradients from a frontier (frontier.py) down to the parameters below it.
 
-As the backward reaches it, each node is asked for its vector-Jacobian product sample by sample,
-before it runs itself and lets its saved tensors go. Gradients between nodes are [N, *shape].
+When the backward reaches a node, the node is asked for its vector-Jacobian products per sample,
+before it runs itself and frees its saved tensors. Between nodes gradients are [N, *shape]. Inside
+backward() nothing raises: what fails is refused, and raised by the call that reads.
 """
 
 from __future__ import annotations
@@ -15,30 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gradients.by_sample import (
-    GRADIENT_ELEMENTS,
-    Gradients,
-    added,
-    in_full,
-    keep,
-    size,
-    sq_norms,
-    to_add,
-    total,
-)
-from ..gradients.products import (
-    CAST,
-    EMBEDDING,
-    ask_each,
-    by_sample,
-    closed_form,
-    fit_to_edge,
-    lookup_product,
-    scales_by_count,
-    spread_over,
-    take_through,
-    to_dense,
-)
+from ..gradients import by_sample, products
+from ..gradients.by_sample import Gradients
 from ..graph.layout import NOWHERE
 from ..graph.nodes import Node, dtype_of, shape_of
 from ..graph.unpacking import keep_handles
@@ -53,158 +32,153 @@ from .stations import Leaf, Match, Station, Trail
 if NATIVE:
     from .._C import Terms, hooked
 
+Grads = Sequence[Tensor | None]  # by the outputs or the operands of a node
+
 
 class Descent:
-    """The path down through one pass's graph: owned by its hooks, it owns no node."""
+    """Descent through the graph of one pass. Its hooks own it, and it owns no node."""
 
     def __init__(
         self, run: Any, match: Match, lift: Any, parameters: Any, refuse: Callable[[str], None]
     ) -> None:
-        """lift: see lift.py."""
-        self._run, self._refuse, self._tensors = run, refuse, parameters.wholes()
-        self._recorder, self._hears, self._delivered = lift.recorder, lift.hears, lift.delivered
-        self._norms_only = lift.norms_only
-        self._packed, self._leaves = match.packed, match.leaves
-        self._task, self._final, self._books, self._rounding = -1, True, False, 0.0
-        self._received: dict[tuple[int, int], Gradients] = {}  # between nodes, by node and output
-        self._ready: list[tuple[Leaf, Gradients, bool]] = []
-        # Then only a hook of the user's between nodes changes what comes down.
-        self._guarded, self._compares = match.trail is not None, True
-        known: Counter[int] = Counter()
+        """lift: the Lift of the probe, see lift.py."""
+        self._run, self._lift, self._refuse = run, lift, refuse
+        self._recorder, self._tensors = lift.recorder, parameters.wholes()
+        self._hooked_keys, self._leaves = match.hooked_keys, match.leaves
+        self._task, self._is_final, self._books, self._rounding = -1, True, False, 0.0
+        self._received: dict[tuple[int, int], Gradients] = {}  # by key of the node, and output
+        self._ready: list[tuple[Leaf, Gradients, bool]] = []  # True: they are squared norms
+        # If the extension guards the path, only a user's hook can change a gradient on it.
+        self._is_guarded, self._compares = match.trail is not None, True
+        uses: Counter[int] = Counter()
         for leaf in match.leaves:
-            if leaf.alone:
-                continue
-            known[leaf.place] += 1
-            if known[leaf.place] > leaf.calls:  # the sum over its uses waits for this one too
-                run.expect(leaf.place, self._tensors[leaf.place])
+            if not leaf.is_alone:
+                uses[leaf.place] += 1
+                if uses[leaf.place] > leaf.calls:  # the sum over the uses waits for this one too
+                    run.expect(leaf.place, self._tensors[leaf.place])
         for node, station in (match.stations or {}).items():
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:
                 node.register_hook(self._deliver)
 
     def serve(self, outline: Any, trail: Trail) -> None:
-        """Have nodes of the frontier whose operands are parameters alone served by the extension,
-        where a backward wants squared norms, and the samples' gradients to clip at most."""
+        """Let the extension serve the frontier nodes whose operands are all parameters.
+        It does so in backwards that need squared norms, and per-sample gradients for clipping."""
         self._stations = trail.stations
-        outline.serve(self._run, trail.stops, Terms(self._wants, self._at_once))
+        outline.serve(self._run, trail.stops, Terms(self._wants, self._serve_here))
 
     @untraced
     def _wants(self) -> int:
-        """0: something else; 1: squared norms; 2: gradients by sample too."""
-        if self._task != torch._C._current_graph_task_id():
-            self._begin()
+        """Return 1 if squared norms are needed, 2 for per-sample gradients too, 0 for else."""
+        self._begin()
         if not self._counts or torch.is_grad_enabled() or self._compares:
             return 0
-        return 1 if self._final else 2 * self._books
+        return 1 if self._is_final else 2 * self._books
 
-    def _at_once(self, station: int, incoming: Sequence[Tensor | None]) -> None:
+    def _serve_here(self, station: int, incoming: Grads) -> None:
+        """Serve a node in place of the extension, in a backward that needs something else."""
         self._arrive(self._stations[station], incoming)
         self._deliver()
 
     @untraced
-    def _arrive(self, station: Station, incoming: Sequence[Tensor | None]) -> None:
-        if self._task != torch._C._current_graph_task_id():
-            self._begin()
+    def _arrive(self, station: Station, incoming: Grads) -> None:
+        """Take per-sample gradients through a node that the backward has reached."""
+        self._begin()
         if torch.is_grad_enabled() or not self._counts:
-            return  # create_graph, which is refused when it is read
+            return  # create_graph is refused by the call that reads
         node = torch._C._current_autograd_node()
-        self._gives = any(g is not None for g in incoming)  # else a cast under norms only
-        # Norms only: a fused layer gives its parameters nothing to compare with.
-        self._withholds = self._norms_only and node.name().startswith("torchgradx")
+        self._has_grad = any(g is not None for g in incoming)  # False: a cast, for norms only
+        # For norms only, a fused layer returns no gradient of its parameters to compare with.
+        self._withholds = self._lift.norms_only and node.name().startswith("torchgradx")
         try:
-            with keep_handles(node) if station.key in self._packed else nullcontext():
+            is_hooked = station.key in self._hooked_keys
+            with keep_handles(node) if is_hooked else nullcontext():
                 if not self._run.n:
-                    self._nothing(station, node, incoming)
+                    self._send_zeros(station, node, incoming)
                 elif station.layout is not None:
-                    self._enter(station, node, incoming)
+                    self._cross_frontier(station, station.layout, node, incoming)
                 else:
-                    grads = [
-                        self._received.pop((station.key, k), None) for k in range(len(incoming))
-                    ]
+                    keys = ((station.key, k) for k in range(len(incoming)))
+                    grads = [self._received.pop(key, None) for key in keys]
                     if self._compares or hooked(node, 1, bool(station.leaves)):
                         self._compare(station, node, incoming, grads)
-                    self._pass(station, node, grads)
-        except Exception as error:  # never from inside backward()
+                    self._cross(station, node, grads)
+        except Exception as error:
             self._refuse(cause("failed", error=f"at {node.name()}: {error}"))
 
     def _begin(self) -> None:
-        self._task, self._rounding = torch._C._current_graph_task_id(), 0.0
+        """Decide what this backward needs, when it reaches its first node."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task, self._rounding = task, 0.0
         self._received.clear()
         self._ready.clear()
         arrives = any(self._run.arrive([leaf.place], True) for leaf in self._leaves)
-        served = (self._tensors[leaf.place] for leaf in self._leaves)
-        self._counts = arrives and any(map(receives_grad, served))
+        tensors = (self._tensors[leaf.place] for leaf in self._leaves)
+        self._counts = arrives and any(map(receives_grad, tensors))
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         again = self._run.keep or self._run.retained or keeps or bool(self._run.directions)
         self._books = self._recorder.books and not again
-        self._final = not (again or self._recorder.books)
-        hears = (self._hears(leaf) for leaf in self._leaves if not leaf.counted)
-        self._compares = not self._guarded or self._recorder.auditing or any(hears)
+        self._is_final = not (again or self._recorder.books)
+        hears = (self._lift.hears(leaf) for leaf in self._leaves if not leaf.edges)
+        self._compares = not self._is_guarded or self._recorder.auditing or any(hears)
         if self._counts:
-            counted = (leaf.place for leaf in self._leaves if leaf.counted)
-            self._delivered.update((self._task, place) for place in counted)
+            counted = (leaf.place for leaf in self._leaves if leaf.edges)
+            self._lift.delivered.update((self._task, place) for place in counted)
 
     def _compare(
-        self,
-        station: Station,
-        node: Node,
-        incoming: Sequence[Tensor | None],
-        grads: Sequence[Gradients | None],
+        self, station: Station, node: Node, incoming: Grads, grads: Sequence[Gradients | None]
     ) -> None:
-        """Refuse where a node receives something else than the sum over the samples of what came
-        down: of a use that no output leads to, or by a hook of the user's in between."""
-        casts = station.leaves and node.name() == CAST  # autocast: for all uses at once
+        """Refuse if a node does not receive the sum of its per-sample gradients.
+        Then a use that no output leads to, or a user's hook on the path, has changed it."""
+        casts_all = station.leaves and node.name() == products.CAST  # one cast serves all uses
         for g, mine in zip(incoming, grads, strict=True):
             if mine is not None:
-                self._measure(mine)
-            if g is None or casts:
+                self._note_rounding(mine)
+            if g is None or casts_all:
                 continue
-            own = size(g)
-            off = own if mine is None else size(g - total(mine))
-            if off > 64 * (self._rounding + own * torch.finfo(g.dtype).eps):
+            norm = by_sample.size(g)
+            error = norm if mine is None else by_sample.size(g - by_sample.total(mine))
+            if error > 64 * (self._rounding + norm * torch.finfo(g.dtype).eps):
                 self._refuse("not_its_sum")
 
-    def _enter(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
-        """Through a node of the frontier, whose gradient has rows by sample."""
-        g, layout, n = incoming[station.output], station.layout, self._run.n
-        if layout is None:
-            return
+    def _cross_frontier(self, station: Station, layout: int, node: Node, incoming: Grads) -> None:
+        """Take a gradient with rows by sample through a node of the frontier."""
+        g = incoming[station.output]
         if g is None or layout == NOWHERE:
             if g is not None and g.any():
                 self._refuse("after_zeros")
-            self._nothing(station, node, incoming)
+            self._send_zeros(station, node, incoming)
             return
-        if station.inward or any(self._hears(leaf) for leaf in station.leaves.values()):
-            self._measure(g)  # for what will be compared
-        masked = []
+        if station.inward or any(self._lift.hears(leaf) for leaf in station.leaves.values()):
+            self._note_rounding(g)  # something will be compared
+        rest = []
         for operand in station.operands:
-            product = closed_form(node, operand, g, layout, n)
+            product = products.closed_form(node, operand, g, layout, self._run.n)
             if product is None:
-                masked.append(operand)
+                rest.append(operand)
             else:
                 self._send(station, operand, product)
-        if masked:
-            self._collect(station, masked, self._ask_masked(station, node, incoming, masked))
+        if rest:
+            self._send_all(station, rest, self._ask_masked(station, node, incoming, rest))
 
     def _ask_masked(
-        self,
-        station: Station,
-        node: Node,
-        incoming: Sequence[Tensor | None],
-        operands: Sequence[int],
-    ) -> Iterator[Sequence[Tensor]]:
-        """Ask a node of the frontier for each sample, all others' rows masked."""
+        self, station: Station, node: Node, incoming: Grads, operands: Sequence[int]
+    ) -> Iterator[Grads]:
+        """Ask a node of the frontier for each sample, with the rows of all others zero."""
         g: Any = incoming[station.output]
         layout: Any = station.layout
+        rows = products.split_samples(g, layout, self._run.n)
         for sample in range(self._run.n):
-            only = torch.zeros_like(g)
-            by_sample(only, layout, self._run.n)[sample] = by_sample(g, layout, self._run.n)[sample]
-            out = self._ask(node, [only if k == station.output else None
+            masked = torch.zeros_like(g)
+            products.split_samples(masked, layout, self._run.n)[sample] = rows[sample]
+            out = self._ask(node, [masked if k == station.output else None
                                    for k in range(len(incoming))])  # fmt: skip
-            yield [to_dense(out[operand])[None] for operand in operands]
+            yield [products.to_dense(out[operand])[None] for operand in operands]
 
-    def _nothing(self, station: Station, node: Node, incoming: Sequence[Tensor | None]) -> None:
-        """Send zeros: of no samples, or behind weights that are zeros."""
+    def _send_zeros(self, station: Station, node: Node, incoming: Grads) -> None:
+        """Send zeros: the batch is empty, or weights above are zeros."""
         tensors = (*incoming, *(self._tensors[leaf.place] for leaf in station.leaves.values()))
         device = next((t.device for t in tensors if t is not None), None)
         for operand in station.operands:
@@ -212,42 +186,43 @@ class Descent:
             zeros = torch.zeros((), dtype=dtype_of(*edge), device=device)
             self._send(station, operand, zeros.expand(self._run.n, *shape_of(*edge)))
 
-    def _pass(self, station: Station, node: Node, grads: list[Gradients | None]) -> None:
-        """Through a node of which all outputs are shared."""
-        products = take_through(node, grads[0])
-        if products is not None:
+    def _cross(self, station: Station, node: Node, grads: list[Gradients | None]) -> None:
+        """Take per-sample gradients of its outputs through a node below the frontier."""
+        factors = products.pass_factors(node, grads[0])
+        if factors is not None:
             for operand in station.operands:
-                self._send(station, operand, products[operand])
+                self._send(station, operand, factors[operand])
             return
-        live = {k: in_full(g).to(dtype_of(node, k)) for k, g in enumerate(grads) if g is not None}
+        present = ((k, g) for k, g in enumerate(grads) if g is not None)
+        live = {k: by_sample.in_full(g).to(dtype_of(node, k)) for k, g in present}
         if not live:
             return
-        formed = self._formed(station, node, live, len(grads))
-        for operand, product in formed.items():
+        forms = self._closed_forms(station, node, live, len(grads))
+        for operand, product in forms.items():
             self._send(station, operand, product)
-        if not formed:
-            asked = self._ask_mapped(station, node, live, len(grads))
-            self._collect(station, station.operands, asked)
+        if not forms:
+            parts = self._ask_mapped(station, node, live, len(grads))
+            self._send_all(station, station.operands, parts)
 
-    def _formed(
+    def _closed_forms(
         self, station: Station, node: Node, live: dict[int, Tensor], outputs: int
     ) -> dict[int, Gradients]:
-        """Return products of all operands in closed form; empty: some have none."""
-        if node.name() == EMBEDDING and not scales_by_count(node):  # the same ids for all samples
-            ids = node._saved_indices.reshape(1, -1).expand(self._run.n, -1)
-            return dict.fromkeys(station.operands, lookup_product(node, ids, live[0]))
-        formed = {}
+        """Return the products of all operands in closed form; empty if some have none."""
+        if node.name() == products.EMBEDDING and not products.scales_by_count(node):
+            ids = node._saved_indices.reshape(1, -1).expand(self._run.n, -1)  # of every sample
+            return dict.fromkeys(station.operands, products.lookup_product(node, ids, live[0]))
+        forms: dict[int, Gradients] = {}
         for k in station.operands if outputs == 1 else ():
-            product = spread_over(node, k, live[0], lambda g: self._ask(node, [g]))
+            product = products.closed_form_below(node, k, live[0], lambda g: self._ask(node, [g]))
             if product is None:
                 return {}
-            formed[k] = product
-        return formed
+            forms[k] = product
+        return forms
 
     def _ask_mapped(
         self, station: Station, node: Node, live: dict[int, Tensor], outputs: int
-    ) -> Iterator[Sequence[Tensor | None]]:
-        """Ask a node for so many samples at a time."""
+    ) -> Iterator[Grads]:
+        """Ask a node below the frontier for a few samples at a time."""
         places = (leaf.place for leaf in station.leaves.values())
         most = max((self._tensors[place].numel() for place in places), default=1)
 
@@ -256,79 +231,79 @@ class Descent:
             out = self._ask(node, [by_output.get(k) for k in range(outputs)])
             return tuple(out[operand] for operand in station.operands)
 
-        for samples in chunks(self._run.n, most, GRADIENT_ELEMENTS):
-            yield ask_each(ask, [g[samples] for g in live.values()])
+        for samples in chunks(self._run.n, most, by_sample.GRADIENT_ELEMENTS):
+            yield products.ask_each(ask, [g[samples] for g in live.values()])
 
-    def _collect(
-        self, station: Station, operands: Sequence[int], parts: Iterable[Sequence[Tensor | None]]
-    ) -> None:
-        """Send products that come for some samples at a time, reduced as they come."""
+    def _send_all(self, station: Station, operands: Sequence[int], parts: Iterable[Grads]) -> None:
+        """Send products that come for a few samples at a time, each reduced before the next."""
         columns: dict[int, list[Tensor]] = {operand: [] for operand in operands}
-        for products in parts:
-            for operand, product in zip(operands, products, strict=True):
+        for part in parts:
+            for operand, product in zip(operands, part, strict=True):
                 if product is not None:
-                    columns[operand].append(self._reduced(station, operand, product))
+                    columns[operand].append(self._reduce(station, operand, product))
         for operand, column in columns.items():
             if column:
-                self._pass_on(station, operand, torch.cat(column))
+                self._store(station, operand, torch.cat(column))
 
     def _send(self, station: Station, operand: int, product: Gradients) -> None:
-        self._pass_on(station, operand, self._reduced(station, operand, product))
+        self._store(station, operand, self._reduce(station, operand, product))
 
-    def _reduced(self, station: Station, operand: int, product: Gradients) -> Any:
-        """[n, *shape], or [n] squared norms where nothing else is added to it."""
+    def _reduce(self, station: Station, operand: int, product: Gradients) -> Any:
+        """Return the product [n, *shape], or its squared norms [n] if a parameter needs no more."""
         leaf = station.leaves.get(operand)
         if leaf is None:
             return product
-        is_compared = self._hears(leaf) and self._gives and not (self._withholds and operand)
+        withholds = not self._has_grad or (self._withholds and operand)
+        is_compared = not withholds and self._lift.hears(leaf)
         if is_compared:
-            self._measure(product)
+            self._note_rounding(product)
         parameter = self._tensors[leaf.place]
-        if isinstance(product, Tensor):  # what lies between, a view or a cast, may have had others
+        if isinstance(product, Tensor):  # a view or a cast on the path may have changed both
             product = product.reshape(len(product), *parameter.shape).to(parameter.dtype)
         if is_compared:
-            self._recorder.add_recorded(leaf.place, total(product), self._rounding)
-        return sq_norms(product) if leaf.alone and self._final else product
+            self._recorder.add_recorded(leaf.place, by_sample.total(product), self._rounding)
+        return by_sample.sq_norms(product) if leaf.is_alone and self._is_final else product
 
-    def _pass_on(self, station: Station, operand: int, whole: Gradients) -> None:
-        if operand in station.leaves:
-            leaf = station.leaves[operand]
-            self._ready.append((leaf, whole, leaf.alone and self._final))
+    def _store(self, station: Station, operand: int, whole: Gradients) -> None:
+        """Store a product of all samples for the parameter, or the node, that it belongs to."""
+        leaf = station.leaves.get(operand)
+        if leaf is not None:
+            self._ready.append((leaf, whole, leaf.is_alone and self._is_final))
         else:
             key = station.inward[operand]
-            self._received[key] = added(whole, self._received.get(key))
+            self._received[key] = by_sample.added(whole, self._received.get(key))
 
-    def _ask(self, node: Node, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-        """Return the node's own products. No hook is called, and nothing of it is recorded."""
-        if is_fsdp_node(node):  # which gives back what it is given
+    def _ask(self, node: Node, grads: Grads) -> tuple[Any, ...]:
+        """Return the products that a node computes, without hooks and without recording."""
+        if is_fsdp_node(node):  # it returns its gradients unchanged
             return tuple(grads)
         self._recorder.asking = True
         try:
             out = node(*grads)
         finally:
             self._recorder.asking = False
-        products = out if isinstance(out, tuple) else (out,)
-        return tuple(map(fit_to_edge, products, node.next_functions))
+        outs = out if isinstance(out, tuple) else (out,)
+        return tuple(map(products.fit_to_edge, outs, node.next_functions))
 
-    def _measure(self, g: Gradients) -> None:
-        """Note the rounding of a sum, which is that of its largest terms."""
-        rounding = size(g) * self._run.n * torch.finfo(g.dtype).eps
+    def _note_rounding(self, g: Gradients) -> None:
+        """Note the rounding error of a sum, which is that of its largest terms."""
+        rounding = by_sample.size(g) * self._run.n * torch.finfo(g.dtype).eps
         self._rounding = max(self._rounding, rounding)
 
     @untraced
     def _deliver(self, *_: Any) -> None:
-        """Deliver after the node ran: its own use has arrived by then."""
+        """Deliver to the pass after a node ran: then its own use of a parameter has arrived."""
         ready, self._ready = self._ready, []
-        for leaf, whole, squared in ready:
-            if not self._run.arrive([leaf.place], not leaf.counted):
+        for leaf, whole, is_squared in ready:
+            if not self._run.arrive([leaf.place], not leaf.edges):
                 continue
-            for _more in range(1, leaf.counted):
+            for _more in range(1, leaf.edges):
                 self._run.arrive([leaf.place])
-            if squared:  # and nothing else is wanted
+            if is_squared:  # and nothing else is needed
                 self._run.finish(leaf.place, whole)
                 continue
-            if leaf.alone and self._books:
-                self._run.finish(leaf.place, sq_norms(whole))
+            if leaf.is_alone and self._books:
+                self._run.finish(leaf.place, by_sample.sq_norms(whole))
             else:
-                self._run.add(leaf.place, *to_add(whole))
-            keep(self._run, self._recorder, leaf.place, whole)
+                self._run.add(leaf.place, *by_sample.to_add(whole))
+            by_sample.keep(self._run, self._recorder, leaf.place, whole)

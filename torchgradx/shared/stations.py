@@ -1,4 +1,4 @@
-"""The nodes of one pass between a frontier (frontier.py) and the parameters below it."""
+"""The path of one pass: the nodes between a frontier (frontier.py) and the parameters below it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ if NATIVE:
 
 @dataclass(frozen=True)
 class Leaf:
+    """A parameter at the end of a path."""
+
     place: int  # in the table of parameters
-    alone: bool  # nothing else brings it a gradient
-    calls: int = 0  # of its modules: a pass waits for these already
-    counted: int = 0  # edges that end here, where the recorder counts them; 0: it does not
+    is_alone: bool  # no other edge or use brings it a gradient
+    calls: int = 0  # of its modules, for which the pass waits already
+    edges: int = 0  # to the parameter, which the recorder counts; 0: it does not count them
 
 
 @dataclass
 class Station:
-    """One node, and by operand where the gradients go on."""
+    """One node of a path, and where the gradients of its operands go."""
 
     key: int
-    layout: int | None  # of the output of a frontier node
-    output: int
-    inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # to a node's key and output
+    layout: int | None  # of the samples in the output; None: below the frontier
+    output: int  # its number
+    inward: dict[int, tuple[int, int]] = field(default_factory=dict)  # key and output of a node
     leaves: dict[int, Leaf] = field(default_factory=dict)
 
     @property
@@ -41,31 +43,32 @@ class Station:
 
 
 class Path(NamedTuple):
-    """Between the frontier and the parameters to serve."""
+    """The nodes from the frontier to the parameters to serve."""
 
     stations: dict[Node, Station]
-    guarded: dict[Node, bool]  # all its nodes; True: only these give it a gradient
-    links: list[Node]  # sums that a shortened path leaves out, for they give on their gradient
+    guarded: dict[Node, bool]  # every node; True: only nodes of the path send it a gradient
+    links: list[Node]  # sums that a shortened path leaves out, since they pass on their gradient
 
 
 class Trail(NamedTuple):
-    """Numbers of a path's nodes, in graphs that look the same (csrc/record/outline.cpp)."""
+    """A path by the numbers of its nodes in graphs that look the same: csrc/record/outline.cpp."""
 
     nodes: list[int]
     stations: list[Station]
     guarded: list[int]
     inside: list[bool]
     links: list[int]
-    stops: list[Any]  # of stations that the extension may serve: at_node.cpp
+    stops: list[Any]  # stations that the extension may serve (csrc/nodes/at_node.cpp)
 
     @staticmethod
     def of(path: Path, numbers: dict[Node, int]) -> Trail:
+        """Return the trail of a path. numbers: of the nodes of the graph."""
         stops = []
         for k, (node, s) in enumerate(path.stations.items()):
-            counted = {operand: (x.place, x.counted) for operand, x in s.leaves.items() if x.alone}
-            plain = s.layout in (BATCH, SEQUENCE) and not s.inward and len(counted) == len(s.leaves)
-            if plain and all(count for _, count in counted.values()):
-                stops.append(Stop(numbers[node], k, s.layout == SEQUENCE, counted))
+            leaves = {j: (leaf.place, leaf.edges) for j, leaf in s.leaves.items() if leaf.is_alone}
+            is_plain = s.layout in (BATCH, SEQUENCE) and not s.inward
+            if is_plain and len(leaves) == len(s.leaves) and all(n for _, n in leaves.values()):
+                stops.append(Stop(numbers[node], k, s.layout == SEQUENCE, leaves))
         return Trail(
             [numbers[node] for node in path.stations],
             [*path.stations.values()],
@@ -77,56 +80,57 @@ class Trail(NamedTuple):
 
 
 class Match(NamedTuple):
-    """A plan's nodes, in a pass."""
+    """The nodes of a plan in the graph of one pass."""
 
     lifted: list[int]  # sites
-    enclosed: list[int]  # parameters read beside the calls of their modules, of edges not counted
-    # But for stations that the extension serves. None: consumed otherwise than when it was proven.
+    uncounted: list[int]  # parameters read beside calls of their modules, whose edges do not count
+    # Without those that the extension serves. None: the graph differs from the proven one.
     stations: dict[Node, Station] | None
-    same: bool = False  # its nodes look as they did, or their sizes leave no doubt
-    ends: Sequence[tuple[Watched, int]] = ()  # of the frontier, with the layouts that were proven
-    shapes: tuple[Shape | None, ...] = ()  # of the nodes now
+    same: bool = False  # the frontier looks as in the proof, or its sizes leave no doubt
+    ends: Sequence[tuple[Watched, int]] = ()  # outputs of the frontier, with their proven layouts
+    shapes: tuple[Shape | None, ...] = ()  # of these outputs in this pass
     leaves: Sequence[Leaf] = ()  # all that are served
-    counted: Sequence[int] = ()  # the parameters of those whose edges are
-    in_full: frozenset[int] = frozenset()  # parameters that a node computed with, not row by row
-    mute: tuple[str, ...] = ()  # names of nodes that cannot be asked, for how they saved
-    packed: frozenset[int] = frozenset()  # keys of stations that saved through hooks
+    counted: Sequence[int] = ()  # the parameters of leaves whose edges count
+    in_full: frozenset[int] = frozenset()  # parameters whose gradients are made as [N, *shape]
+    mute: tuple[str, ...] = ()  # names of nodes that cannot be asked, because of saved hooks
+    hooked_keys: frozenset[int] = frozenset()  # of stations that saved through hooks
     trail: Trail | None = None
-    outline: Any = None  # of this graph; None: nothing guards the path
+    outline: Any = None  # of this graph; None: the extension does not guard the path
 
 
-def stations(
+def find_path(
     graph: Graph, plan: LiftPlan, climbed: Sequence[Node], leaf_of: Callable[[int], Leaf | None]
 ) -> Path:
-    """Return the nodes between the frontier and the parameters to serve."""
+    """Return the path from the frontier to the parameters to serve.
+    climbed: the nodes of the plan. leaf_of: the leaf for the id of a parameter's tensor."""
     layouts = dict(zip(climbed, plan.layouts, strict=True))
     inside = dict.fromkeys(nodes_below(node for node in climbed if layouts[node] is None))
-    numbers = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}
+    keys = {node: k for k, node in enumerate({**dict.fromkeys(climbed), **inside})}
     by_node = {node: Station(key, layouts.get(node), graph.last(node))
-           for node, key in numbers.items()}  # fmt: skip
+               for node, key in keys.items()}  # fmt: skip
     for node, station in by_node.items():
         for operand, (child, _) in enumerate(node.next_functions):
             if child and is_leaf(child) and (node in inside or child in inside):
                 leaf = leaf_of(id(child.variable))
-                if leaf and leaf.counted:  # a called module's own edges are no matter here
+                if leaf and leaf.edges:  # `graph` lacks the edges of modules' own calls
                     if node not in {parent for parent, _ in graph.parents[child]}:
                         continue
-                    if node.name() == CAST:  # one for all uses
-                        leaf = replace(leaf, counted=len(graph.parents[node]))
+                    if node.name() == CAST:  # one cast serves all uses
+                        leaf = replace(leaf, edges=len(graph.parents[node]))
                 if leaf:
                     station.leaves[operand] = leaf
-    edges = Counter(leaf.place for s in by_node.values() for leaf in s.leaves.values())
+    uses = Counter(leaf.place for s in by_node.values() for leaf in s.leaves.values())
     for station in by_node.values():
         for operand, leaf in station.leaves.items():
-            if leaf.alone and edges[leaf.place] > 1:
-                station.leaves[operand] = replace(leaf, alone=False)
+            if uses[leaf.place] > 1:
+                station.leaves[operand] = replace(leaf, is_alone=False)
     ends = [node for node, station in by_node.items() if station.leaves]
     useful = by_node.keys() & graph.climb(ends, lambda _, node: node in inside)
     for node in useful:
         for operand, (child, output) in enumerate(node.next_functions):
             if child in inside and child in useful:
-                by_node[node].inward[operand] = numbers[child], output
-    casts = {node for node in ends if node.name() == CAST}  # of which each edge is counted
+                by_node[node].inward[operand] = keys[child], output
+    casts = {node for node in ends if node.name() == CAST}  # each of their edges is counted instead
     guarded = {n: n in inside for n in by_node if n in useful - casts and not is_leaf(n)}
     links: list[Node] = []
     for node, station in by_node.items():
@@ -137,22 +141,17 @@ def stations(
 
 
 def _shorten(graph: Graph, by_node: dict[Node, Station], node: Node, operand: int) -> list[Node]:
-    """Serve a parameter at a frontier's node where what lies between, as in 1 + weight, gives on
-    the gradient that it receives. Return the sums there."""
-    links: list[Node] = []
-    child = node.next_functions[operand][0]
-    while by_node[child].inward and not by_node[child].leaves and is_passthrough(child):
-        links.append(child)
-        child = child.next_functions[next(iter(by_node[child].inward))][0]
-    links.append(child)
-    leaves = by_node[child].leaves
-    if (
-        len(leaves) != 1
-        or not is_passthrough(child)
-        or any(len(graph.parents[c]) > 1 for c in links)
-    ):
+    """Serve a parameter at a frontier node if all nodes between pass on their gradient unchanged.
+    An example is the weight in x * (1 + weight). Return the sums between."""
+    links = [node.next_functions[operand][0]]
+    while (station := by_node[links[-1]]).inward and not station.leaves:
+        if not is_passthrough(links[-1]):
+            return []
+        links.append(links[-1].next_functions[next(iter(station.inward))][0])
+    has_other_parents = any(len(graph.parents[link]) > 1 for link in links)
+    if len(station.leaves) != 1 or not is_passthrough(links[-1]) or has_other_parents:
         return []
-    by_node[node].leaves[operand] = next(iter(leaves.values()))
+    by_node[node].leaves[operand] = next(iter(station.leaves.values()))
     del by_node[node].inward[operand]
     for link in links:
         by_node[link].inward.clear()

@@ -1,4 +1,8 @@
-"""The uses of one forward: which parameters they read, and from which nodes of its graph."""
+"""The uses of one forward: the parameters that each reads, and its nodes in the graph.
+
+A use has an index k: its place among the calls of layers. A read of the parameter at place p beside
+the calls of its modules is the use -1 - p.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ Use = tuple[int, Sequence[int], Node, int]  # (site, sizes, node of its output, 
 
 
 class Uses:
-    """A place p in the table of parameters, read beside the calls of its modules, is use -1 - p."""
+    """The uses of one forward of a model, and the outputs of the model."""
 
     def __init__(
         self,
@@ -34,35 +38,31 @@ class Uses:
     ) -> None:
         self._layers, self._tensors, self._sites = layers, parameters.wholes(), sites
         self._uses, self._outputs = uses, outputs
-        self._every = {place for layer in layers for place in layer.parameters}
+        self.nodes = [node for _, _, node, _ in uses]  # of the uses' outputs
+        self._all_places = {place for layer in layers for place in layer.parameters}
 
-    def node(self, k: int) -> Node:
-        """Return the node of a use's output."""
-        return self._uses[k][2]
-
-    def have_nodes(self) -> bool:
-        return all(node is not None for _, _, node, _ in self._uses)
-
-    def beside(self) -> list[int]:
-        """Return uses of modules that would run again, and share their parameters with none that
-        would be run again all the same."""
-        able = {k: isinstance(s, FallbackSite) and s.by_nodes for k, s in enumerate(self._sites)}
-        others = {place for site, *_ in self._uses if not able[site] and not self._is_plain(site)
+    def find_beside(self) -> list[int]:
+        """Return the uses of modules that would run again but may be served by their nodes.
+        Their parameters have no use that must run again anyhow."""
+        by_nodes = [isinstance(site, FallbackSite) and site.by_nodes for site in self._sites]
+        others = {place for site, *_ in self._uses
+                  if not by_nodes[site] and not self._is_plain(site)
                   for place in self._layers[site].parameters}  # fmt: skip
         return [k for k, (site, _, node, _) in enumerate(self._uses)
-                if able[site] and node is not None
+                if by_nodes[site] and node is not None
                 and others.isdisjoint(self._layers[site].parameters)]  # fmt: skip
 
     def _is_plain(self, site: int) -> bool:
         return isinstance(self._sites[site], NativeSite) and not self._layers[site].role
 
-    def graph(
+    def prune_graph(
         self, mixing: Collection[int], beside: Collection[int], places: set[int] | None = None
     ) -> tuple[Graph, set[int]]:
-        """Return the graph without modules' own edges to the parameters at `places` (None: to any),
-        and the places of these."""
-        graph, nodes, others = Graph(self._outputs), dict[int, set[Node]](), set[int]()
-        places = self._every if places is None else places
+        """Return the graph without the edges of modules' own calls to the parameters at `places`
+        (None: all), and the places whose edges were removed."""
+        graph = Graph(self._outputs)
+        nodes, others = dict[int, set[Node]](), set[int]()  # of plain calls; with other calls
+        places = self._all_places if places is None else places
         if not places:
             return graph, set()
         for k, (site, _, node, _) in enumerate(self._uses):
@@ -73,20 +73,17 @@ class Uses:
                     nodes.setdefault(place, set()).add(node)
                 elif k not in beside:
                     others.add(place)
-        called = {
-            place
-            for place in places & nodes.keys() - others
-            if self._tensors[place].requires_grad
-            and graph.without(get_gradient_edge(self._tensors[place]).node, nodes[place])
-        }
-        return graph, called
+        trained = [p for p in places & nodes.keys() - others if self._tensors[p].requires_grad]
+        leaves = {p: get_gradient_edge(self._tensors[p]).node for p in trained}
+        return graph, {p for p, leaf in leaves.items() if graph.without(leaf, nodes[p])}
 
-    def read(self, graph: Graph, called: set[int], beside: Sequence[int]) -> list[int]:
-        """Return parameters that the forward reads beside the calls of their modules."""
+    def find_reads(self, graph: Graph, called: set[int], beside: Sequence[int]) -> list[int]:
+        """Return the uses -1 - p: parameters that are read beside the calls of their modules.
+        graph, called: from prune_graph()."""
         used = {place for site, *_ in self._uses for place in self._layers[site].parameters}
-        found = {place for k in beside for place in self.places(k)}
-        read = [-1 - place for place in sorted((self._every - used | called) - found)]
-        return [k for k in read if self.own(k, graph)]
+        served = {place for k in beside for place in self.places(k)}
+        reads = [-1 - place for place in sorted((self._all_places - used | called) - served)]
+        return [k for k in reads if self.own(k, graph)]
 
     def site(self, k: int) -> int:
         if k >= 0:
@@ -94,28 +91,27 @@ class Uses:
         return next(s for s, layer in enumerate(self._layers) if -1 - k in layer.parameters)
 
     def places(self, k: int) -> tuple[int, ...]:
-        """Return the parameters of a use."""
+        """Return the places of a use's parameters."""
         return self._layers[self._uses[k][0]].parameters if k >= 0 else (-1 - k,)
 
     def own(self, k: int, graph: Graph) -> tuple[Node, ...]:
-        """Return the ends of the graph that are parameters of a use."""
+        """Return the nodes of a use's parameters, as far as they are in the graph."""
         tensors = (self._tensors[place] for place in self.places(k))
         nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
         return tuple(node for node in nodes if node in graph.parents)
 
     def leaves(self, plan: LiftPlan, called: set[int]) -> dict[int, Leaf]:
-        """Return the parameters to serve, by their tensors' ids."""
+        """Return the leaves that a plan serves, by the ids of the parameters' tensors."""
         lifted = dict(plan.starts)
         others = {place for k in range(len(self._uses)) if k not in lifted
                   for place in self.places(k)}  # fmt: skip
-        calls = Counter(
-            place for k, own in lifted.items() if own and k >= 0 for place in set(self.places(k))
-        )
+        reruns = (k for k, own in lifted.items() if own and k >= 0)
+        calls = Counter(place for k in reruns for place in set(self.places(k)))
         leaves = {}
         for k, own in lifted.items():
             for place in self.places(k):
-                alone = place not in others
-                counted = place in called or (own and alone and NATIVE)
-                leaf = Leaf(place, alone, calls[place], int(counted))
+                is_alone = place not in others
+                is_counted = place in called or (own and is_alone and NATIVE)
+                leaf = Leaf(place, is_alone, calls[place], int(is_counted))
                 leaves[id(self._tensors[place])] = leaf
         return leaves

@@ -1,0 +1,71 @@
+"""Rows of a tensor that indices select, as flat positions: tensor[indices], index_select, gather.
+
+owners.py maps owners by them. The indices are those that a node saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Selection(NamedTuple):
+    """The rows of a tensor that a node reads or writes by index."""
+
+    rows: Tensor  # flat, of int64
+    size: int  # the number of rows of the tensor
+    dims: int  # leading dimensions of what is read or written; -1: the indices select features
+    flags: tuple[Tensor, ...] = ()  # bool []: if one is True, the features of a row differ
+
+
+def select_by_indices(indices: Any, shape: Sequence[int]) -> Selection | None:
+    """Return the rows of a tensor [*shape] in tensor[indices]; None if they are not leading."""
+    leading = list(indices or ())
+    while leading and leading[-1] is None:
+        leading.pop()
+    if not leading:
+        return None
+    if leading[0] is None:
+        return Selection(torch.zeros(0), 0, -1)
+    if any(index is None for index in leading):
+        return None
+    parts: list[Tensor] = []
+    covered = 0
+    for index in leading:
+        if index.dtype in (torch.bool, torch.uint8):
+            parts += index.nonzero(as_tuple=True)
+            covered += index.dim()
+        else:
+            parts.append(index)
+            covered += 1
+    parts = list(torch.broadcast_tensors(*parts))
+    rows = torch.zeros_like(parts[0])
+    for part, size in zip(parts, shape, strict=False):
+        rows = rows * size + part % max(1, size)
+    return Selection(rows.flatten(), prod(shape[:covered]), rows.dim())
+
+
+def select_along(
+    dim: int, index: Tensor | None, shape: Sequence[int], grid: Sequence[int]
+) -> Selection | None:
+    """Return the rows of a tensor [*shape] that an index selects along a dimension.
+    grid: the sizes of the rows of the model's inputs; dimensions beyond it have features."""
+    if index is None:
+        return None
+    if dim >= max(1, len(grid)) or (dim == 1 and tuple(shape[:2]) != grid):
+        return Selection(index, 0, -1)
+    flags: tuple[Tensor, ...] = ()
+    if index.dim() > dim + 1:  # gather and scatter have an index for each feature
+        wide = index.flatten(dim + 1)
+        if wide.stride(-1) and wide.shape[-1] > 1:
+            flags = ((wide != wide[..., :1]).any(),)
+        index = wide[..., 0]
+    if dim == 0:
+        return Selection(index.flatten() % max(1, shape[0]), shape[0], 1, flags)
+    lines = torch.arange(shape[0], device=index.device)[:, None] * shape[1]
+    rows = (lines + index % max(1, shape[1])).flatten()
+    return Selection(rows, shape[0] * shape[1], 2, flags)
