@@ -23,7 +23,7 @@ def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Si
         kind = RecurrentWeight
     elif layer.kind == "recurrent":
         kind = RecurrentSite if owns_backward(context.options) else BesideSite
-    elif layer.kind == "vmap" or rule_named(layer.kind).closed:
+    elif layer.kind == "vmap" or rule_named(layer.kind).has_closed_form:
         kind = FallbackSite
     site: Site = kind(module, layer, index, context)
     return site
