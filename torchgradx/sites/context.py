@@ -16,9 +16,10 @@ class Context:
     """What the sites of one probe share."""
 
     recorder: Any
-    audit: Any  # see proof/audit.py
+    audit: Any  # proof.audit.Audit, which sites must not import
     parameters: Parameters
     options: Mapping[str, Any]
     trace: Trace
     standing: StandIns
-    products: dict[int, list[Any]] = field(default_factory=dict)  # by recurrent module's id
+    # By a recurrent module's id: the C++ site of each of its weights, in order.
+    weight_sites: dict[int, list[Any]] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from ..sharding import is_sharded
 from .context import Context
 from .experts import Served
 from .fallback import CLOSED, Call, Kept, per_sample_gradients, terms_of_bias
-from .packed import counts_rows
+from .packed import row_dims
 from .regime import Outcome, Regime
 from .several import without_inner_grads
 from .stand_in import stand_in
@@ -82,7 +82,7 @@ class Delivery:
         self._own: dict[int, str] = {}
         for key in own_names(module):
             self._own.setdefault(context.parameters.place(prefix + key), key)
-        self._closed = CLOSED.get(layer.kind)
+        self._closed_form = CLOSED.get(layer.kind)
         self._lifted = False  # its latest use was served at the graph's nodes
 
     @property
@@ -155,7 +155,7 @@ class Delivery:
             return  # lift.py brings its gradients by sample
         if layout >= SEGMENTS:  # replayed, whatever the module does with rows
             samples, layout = run.segments[layout - SEGMENTS].owners, SEGMENTS
-            if not all(g is None or counts_rows(g, len(samples)) for g in grads):
+            if not all(g is None or row_dims(g, len(samples)) for g in grads):
                 raise RefusedError(cause("segments_kind", kind="module of outputs of other rows"))
         if layout == NOWHERE:
             if any(g is not None and bool(g.any()) for g in grads):
@@ -175,7 +175,7 @@ class Delivery:
         call = Call(use.module, names, arguments, grads, run.n, *how)
         if any(grads[k] is not None for k in use.inner):
             call = without_inner_grads(call, use.inner, self._silent)
-        by_name = self._closed(call) if self._closed else None
+        by_name = self._closed_form(call) if self._closed_form else None
         if by_name is None:
             self._deliver_chunks(use, call)
             return

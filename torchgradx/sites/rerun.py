@@ -25,7 +25,7 @@ from .context import Context
 from .delivery import Delivery, RerunUse
 from .experts import NO_PRODUCTS, ExpertGroup, Served, is_experts, products_of
 from .fallback import CHANNELS_FIRST
-from .native import MIXED, Hooks, why_mixed
+from .native import MAY_MIX, Hooks, why_mixed
 from .packed import samples_of, why_not_rerun
 from .regime import Regime, may_draw, outcomes_of
 from .several import end_of, ends_at, ends_of_module, made_from_others, needed_by
@@ -59,7 +59,7 @@ class FallbackSite(Delivery):
         super().__init__(module, layer, index, context)
         self._eps: dict[Any, float] = {}  # see RerunUse
         self._call = _OfThread()
-        self._mixes = isinstance(module, MIXED)
+        self._mixes = isinstance(module, MAY_MIX)
         # [experts, *, *] each: products with their matrices may be all that it does with them
         self._has_experts = (
             ops.NATIVE and context.options["backend"] == "auto" and is_experts(module)
@@ -72,12 +72,12 @@ class FallbackSite(Delivery):
         self._made_first = any(map(makes_weight, module._forward_pre_hooks.values()))
         if self._made_first:
             self._hooks.add(module.register_forward_pre_hook, self._opened, prepend=True)
-        self._attend(context)
+        self._attach(context)
 
-    def _attend(self, context: Context) -> None:
+    def _attach(self, context: Context) -> None:
         add, module = self._hooks.add, self._module
-        add(module.register_forward_pre_hook, self._before)
-        add(module.register_forward_hook, self._after, prepend=True, with_kwargs=True)
+        add(module.register_forward_pre_hook, self._before_forward)
+        add(module.register_forward_hook, self._after_forward, prepend=True, with_kwargs=True)
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -96,7 +96,7 @@ class FallbackSite(Delivery):
         own = not stock_of(type(self._module)).__module__.startswith("torch.nn.")
         return own or self._made_first or any(children)
 
-    def _before(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
         call, first = self._call, None
         if not self._lifted:
             first = next(iter(self._trained(module).values()), None)
@@ -118,7 +118,7 @@ class FallbackSite(Delivery):
             if (p := parameter_of(module, name)) is not None and p.requires_grad
         }
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Return what the module gives in place of its output, if anything."""
         if self._lifted and self._slots and not kwargs and module is self._module:
             at = self._recorder, self._index, module, *self._slots, self._call.first
