@@ -1,4 +1,4 @@
-"""The site of a layer, of whatever kind, and what the parts of a probe know of all of them."""
+"""The site of each layer, and what the parts of a probe know of all sites."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Site: TypeAlias = NativeSite | FallbackSite | RecurrentWeight
 
 
 def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Site:
+    """Return a new site of a layer. index: of the layer in the probe's list."""
     kind: Any = NativeSite
     if layer.inside:
         kind = RecurrentWeight
@@ -30,11 +31,11 @@ def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Si
 
 
 class ProbeParts(NamedTuple):
-    """Things that the parts of one probe share."""
+    """What the parts of one probe share."""
 
     recorder: Any
     parameters: Parameters
     layers: Sequence[Layer]
     options: Mapping[str, Any]
-    sites: Sequence[Site]  # by layer; none before they are made and after they have left
+    sites: Sequence[Site]  # by layer; empty before the probe is attached and after it is removed
     known: dict[str, dict[Any, Any]]  # see verdict.cache_of
