@@ -27,6 +27,10 @@ from .attention import ALL_ROWS
 if ops.NATIVE:
     from .. import _C
 
+CONVOLUTION_FIELDS = (
+    "kernel_size", "stride", "padding", "dilation", "groups", "transposed", "depth", "pre_pad",
+    "pad_mode",
+)  # fields of a Layer  # fmt: skip
 MAX_PLANS = 2  # that a layer keeps for explain(): sequence lengths may never repeat
 
 
@@ -189,18 +193,8 @@ def _pair(sizes: Sequence[int], first: int = 1) -> tuple[int, ...]:
 
 
 def _make_convolution(layer: Layer) -> Any:
-    return _C.convolution_layer(
-        kernel_size=layer.kernel_size,
-        stride=layer.stride,
-        padding=layer.padding,
-        dilation=layer.dilation,
-        groups=layer.groups,
-        transposed=layer.transposed,
-        one_dimensional=layer.kind.endswith("1d"),
-        depth=layer.depth,
-        pre_pad=layer.pre_pad,
-        pad_mode=layer.pad_mode,
-    )
+    options = {name: getattr(layer, name) for name in CONVOLUTION_FIELDS}
+    return _C.convolution_layer(one_dimensional=layer.kind.endswith("1d"), **options)
 
 
 def _fits(module: Any) -> bool:

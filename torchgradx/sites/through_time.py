@@ -46,16 +46,10 @@ def _run_cell(layer: RunLayer, cell: Any, input: Tensor, hx: Any) -> Any:
     if isinstance(cell, nn.RNNCell):
         mode = f"RNN_{cell.nonlinearity.upper()}"
     h, c = hx if lstm and hx is not None else (hx, None)
-    biases = (cell.bias_ih, cell.bias_hh) if cell.bias else ()
-    y, _, c = layer(
-        0,
-        1,
-        _C.Recurrence(CELLS[mode], cell.bias, False, False, True, cell.training, []),
-        input.unsqueeze(1),
-        None if h is None else h.unsqueeze(0),
-        None if c is None else c.unsqueeze(0),
-        [cell.weight_ih, cell.weight_hh, *biases],
-    )
+    h, c = (None if t is None else t.unsqueeze(0) for t in (h, c))
+    weights = [cell.weight_ih, cell.weight_hh, *((cell.bias_ih, cell.bias_hh) if cell.bias else ())]
+    recurrence = _C.Recurrence(CELLS[mode], cell.bias, False, False, True, cell.training, [])
+    y, _, c = layer(0, 1, recurrence, input.unsqueeze(1), h, c, weights)
     h = _C.of_its_own(y.squeeze(1))
     return (h, _C.of_its_own(c.squeeze(0))) if lstm else h
 
