@@ -44,9 +44,7 @@ class Hook:
     """A hook of ours on a module. traced: replaces `function` in a full graph; it returns
     NotImplemented where the graph may break."""
 
-    def __init__(
-        self, function: Callable[..., Any], traced: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], traced: Any = None) -> None:
         self.function, self.traced = function, traced
         self._run: Callable[..., Any] = Hook._run_eagerly
         if traced:  # Dynamo limits the compilations of each code object: one for each hook
@@ -65,7 +63,7 @@ class Hook:
 
     def _run_traced(self, *args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            result = self.traced(*args)  # type: ignore[misc]
+            result = self.traced(*args)
             if result is not NotImplemented:
                 return result
         return self._run_eagerly(*args)
@@ -78,11 +76,8 @@ class Hook:
 untraced(Hook.__call__, below=False)
 
 # torch.compile breaks its graph here, and under fullgraph=True shows the reason.
-for _name, _value in {
-    "_torchdynamo_disable": True,
-    "_torchdynamo_disable_msg": sentence("graph_break"),
-}.items():
-    setattr(Hook._run_eagerly, _name, _value)
+Hook._run_eagerly._torchdynamo_disable = True
+Hook._run_eagerly._torchdynamo_disable_msg = sentence("graph_break")
 
 
 def exclude_from_copies(kind: type) -> None:
@@ -143,12 +138,10 @@ def make_subclass(
     on_change: Callable[[str], None] | None = None,
     former_class_of: Callable[[nn.Module], type | None] | None = None,
 ) -> type[nn.Module]:
-    """Return a subclass of `stock` whose forward is forward_of(stock, sites).
-
-    That forward looks up the module's site by its id; without one (a stand-in that runs again, a
-    copy of the module's dict) it runs the stock forward. Copies of modules have the stock class.
-    One class serves all modules of a type: Python caches attributes by type, and a class for each
-    module would cost more than a small layer does.
+    """Return a subclass of `stock` whose forward is forward_of(stock, sites). It looks up the
+    module's site by id; without one (a stand-in, a copy of the module's dict) the stock forward
+    runs. Modules of a type share one class: Python caches attributes by type, and a class for each
+    module would cost more than a small layer does. Copies of the modules have the stock class.
 
     on_change: called when an option of a module with a site is set to another value; the site knows
     the old one and is deleted. former_class_of: the class whose forward runs instead; None: ours.
@@ -181,15 +174,13 @@ def make_subclass(
     return kind
 
 
-def _prefer_former(
-    ours: Callable[..., Any], former_class_of: Callable[[nn.Module], type | None]
-) -> Callable[..., Any]:
+def _prefer_former(ours: Callable[..., Any], former_class_of: Any) -> Callable[..., Any]:
     """Return a forward that runs the former class's, if there is one, else ours."""
 
     @wraps(ours)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kind = None if torch.compiler.is_dynamo_compiling() else former_class_of(self)
-        return (ours if kind is None else kind.forward)(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return (ours if kind is None else kind.forward)(self, *args, **kwargs)
 
     return forward
 

@@ -31,11 +31,9 @@ def receives_grad(parameter: Tensor) -> bool:
 
 
 def put_gate(recorder: Any, place: int, node: Any, parameter: Tensor) -> None:
-    """Register a prehook at a parameter's node, like Gate in csrc/record/backward.cpp.
-
-    For norms only (`shields`), it stops gradients of recorded passes. For clipping (`books`), it
-    reports gradients of no recorded pass.
-    """
+    """Register a prehook at a parameter's node, like Gate in csrc/record/backward.cpp. For norms
+    only (`shields`) it stops gradients of recorded passes; for clipping (`books`) it reports the
+    others."""
     owner = weakref.ref(recorder)
 
     def gate(grads: tuple[Tensor | None]) -> tuple[None] | None:

@@ -48,14 +48,12 @@ def recurrent_weights(module: Any) -> list[tuple[str, str | None]]:
 
 def build_of(model: nn.Module) -> tuple[Any, ...]:
     """Return a cache key of all modules and their attributes, without the values of tensors."""
-    return tuple(
-        (
-            name,
-            stock_of(type(m)),
-            *((k, _key_of(v)) for k, v in vars(m).items() if k not in MODULE_STATE),
-        )
-        for name, m in model.named_modules(remove_duplicate=False)
-    )
+
+    def key(name: str, m: nn.Module) -> tuple[Any, ...]:
+        own = ((k, _key_of(v)) for k, v in vars(m).items() if k not in MODULE_STATE)
+        return name, stock_of(type(m)), *own
+
+    return tuple(key(*pair) for pair in model.named_modules(remove_duplicate=False))
 
 
 def _key_of(value: Any, depth: int = 3) -> Any:
@@ -80,11 +78,9 @@ def is_opaque(module: nn.Module) -> bool:
 
 def own_names(module: nn.Module) -> list[str]:
     """Return the names of the parameters that a module's own forward uses.
-
     A parameter that a child holds too (a head's bias, kept beside the decoder that adds it) is the
     child's: a module that runs again would count it twice. If the module itself uses it as well,
-    that use is not recorded, and refused when the norms are read.
-    """
+    that use is not recorded, and refused when the norms are read."""
     if is_opaque(module):
         return [name for name, _ in module.named_parameters(remove_duplicate=False)]
     children = [child for child in module.children() if not isinstance(child, CONTAINERS)]

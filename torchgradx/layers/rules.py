@@ -74,21 +74,11 @@ class Layer:
         forced: str | None,
         device: Gpu | None = None,
     ) -> AlgorithmPlan:
-        """Return the algorithm for N samples of T rows, and keep it for explain().
-
-        weight_grad: it makes the weight gradient too. forced: the user's `algorithm`.
-        """
-        problem = Problem(
-            layer="conv2d" if self.kernel_size else "linear",
-            n=n,
-            t=t,
-            i=self.in_features,
-            o=self.out_features,
-            groups=self.groups,
-            itemsize=itemsize,
-            weight_grad=weight_grad,
-            device=device,
-        )
+        """Return the algorithm for N samples of T rows, and keep it for explain(). weight_grad: it
+        makes the weight gradient too. forced: the user's `algorithm`."""
+        sizes = n, t, self.in_features, self.out_features, self.groups
+        kind: Any = "conv2d" if self.kernel_size else "linear"
+        problem = Problem(kind, *sizes, itemsize, weight_grad, device)
         # with a weight gradient, "fused" does in one pass what "direct" does
         if forced == "direct" and weight_grad:
             forced = "fused"
@@ -120,17 +110,15 @@ class Rule:
 # Linear
 
 
-def _describe_linear(module: nn.Linear) -> dict[str, Any]:
-    return {"in_features": module.in_features, "out_features": module.out_features}
+def _features(inputs: str, outputs: str, **fields: Any) -> Callable[[Any], dict[str, Any]]:
+    """Return a `describe` that reads I and O off these attributes of a module."""
+    return lambda module: {
+        "in_features": getattr(module, inputs), "out_features": getattr(module, outputs), **fields
+    }  # fmt: skip
 
 
 def _all_but_last(layer: Layer, dims: int) -> int:
     return dims - 1
-
-
-def _describe_conv1d(module: Any) -> dict[str, Any]:
-    """Return the fields of GPT-2's Conv1D, a Linear whose weight is [I, O]."""
-    return {"in_features": module.nx, "out_features": module.nf, "transposed": True}
 
 
 # Convolutions. Conv1d is a Conv2d of height 1; Conv3d is a Conv2d of depth x channels.
@@ -158,8 +146,7 @@ def _describe_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> dict[str
 
 
 def _describe_transposed(module: Any) -> dict[str, Any]:
-    """Return the fields of the convolution from a ConvTranspose's output to its input, see
-    csrc/layers/convolution.cpp."""
+    """Return the fields of the convolution back from a ConvTranspose's output to its input."""
     return {
         **_geometry(module, _each(module.padding, len(module.kernel_size))),
         "in_features": module.out_channels // module.groups * prod(module.kernel_size),
@@ -207,10 +194,8 @@ def _fits(module: Any) -> bool:
 
 
 def _constants(*names: str, **renamed: str) -> Callable[[Any], dict[str, Any]]:
-    """Return a `describe` that reads constants off a module's attributes; None becomes -1.
-
-    renamed: attributes by the constant's name, where the two differ.
-    """
+    """Return a `describe` that reads constants off a module's attributes; None becomes -1. renamed:
+    attributes by the constant's name, where the two differ."""
     pairs = {**{name: name for name in names}, **renamed}
 
     def describe(module: Any) -> dict[str, Any]:
@@ -222,10 +207,6 @@ def _constants(*names: str, **renamed: str) -> Callable[[Any], dict[str, Any]]:
 
 def _make_from_constants(name: str) -> Callable[[Layer], Any]:
     return lambda layer: getattr(_C, name)(**layer.constants)
-
-
-def _all(layer: Layer, dims: int) -> int:
-    return dims
 
 
 def _all_but_shape(layer: Layer, dims: int) -> int:
@@ -285,16 +266,16 @@ def _row(
 
 def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
     kind: Any
-    yield _row(nn.Linear, _describe_linear, lambda layer: _C.linear_layer(), _all_but_last)
+    linear = _features("in_features", "out_features")
+    yield _row(nn.Linear, linear, lambda layer: _C.linear_layer(), _all_but_last)
     conv1d = "transformers.pytorch_utils", "Conv1D"
     yield ".".join(conv1d), Rule(
-        "transposed linear", _is_of_package(*conv1d), _describe_conv1d,
+        "transposed linear", _is_of_package(*conv1d), _features("nx", "nf", transposed=True),
         lambda layer: _C.linear_layer(transposed=True), _all_but_last, argument="x"
     )  # fmt: skip
     geometric = "torch_geometric.nn.dense.linear", "Linear"
-    sizes = _constants(in_features="in_channels", out_features="out_channels")
     yield ".".join(geometric), Rule(
-        "geometric linear", _is_of_package(*geometric), lambda module: sizes(module)["constants"],
+        "geometric linear", _is_of_package(*geometric), _features("in_channels", "out_channels"),
         lambda layer: _C.linear_layer(), _all_but_last, argument="x"
     )  # fmt: skip
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -305,7 +286,7 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
     rows = _constants("padding_idx", "sparse", "max_norm", rows="num_embeddings")
     table = _make_from_constants("embedding_layer")
     tables: dict[str, Any] = {"swaps": False, "whole": True, "served_by": GATHER}
-    yield _row(nn.Embedding, rows, table, _all, when=_is_unscaled, **tables)
+    yield _row(nn.Embedding, rows, table, lambda layer, dims: dims, when=_is_unscaled, **tables)
     plain = lambda module: module.max_norm is None and _is_unscaled(module)  # noqa: E731
     yield _row(nn.EmbeddingBag, _constants(), when=plain, served_by=BAGS, has_closed_form=True)
     yield _row(nn.Bilinear, _constants(), served_by=PAIRS, has_closed_form=True)

@@ -36,11 +36,14 @@ class Parameters:
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._aliases: dict[str, int] = {}
         modules = dict(model.named_modules(remove_duplicate=False))
+        self._tied: list[tuple[dict[str, Any], str, int]] = []  # slots of second names
         for name, p in model.named_parameters(remove_duplicate=False):
-            if id(p) not in places:
+            owner, _, key = name.rpartition(".")
+            if id(p) in places:
+                self._tied.append((modules[owner]._parameters, key, places[id(p)]))
+            else:
                 places[id(p)] = len(self.names)
                 self.names.append(name)
-                owner, _, key = name.rpartition(".")
                 self._slots.append((modules[owner]._parameters, key))
             self._aliases[name] = places[id(p)]
         self._tensors: list[Tensor] = list(model.parameters())
@@ -54,9 +57,6 @@ class Parameters:
         self._lengths = list(map(len, self._owners))
         self._states = list(map(vars, self._modules))
         self._computed_modes = [m for m in self._modules if "training" not in vars(m)]
-        tied = [(*name.rpartition("."), place) for name, place in self._aliases.items()
-                if self.names[place] != name]  # fmt: skip
-        self._tied = [(modules[owner]._parameters, key, place) for owner, _, key, place in tied]
 
     def place(self, name: str) -> int:
         """Return the place of a parameter, by any of its names."""
@@ -121,8 +121,7 @@ if ops.NATIVE:
 else:
 
     def facts(tables: Iterable[dict[str, Any]], keys: Any, tensors: list[Tensor]) -> bytes:
-        """Return a byte for each key of each dictionary, whether its value is true; then one for
-        each tensor, whether it requires a gradient."""
+        """Return bytes: whether each table's keys are true, and each tensor requires a gradient."""
         own = [bool(table.get(key)) for table in tables for key in keys]
         return bytes([*own, *(t.requires_grad for t in tensors)])
 
@@ -136,10 +135,8 @@ def find_layers(
     model: nn.Module, parameters: Parameters, options: Mapping[str, Any]
 ) -> list[Layer]:
     """Return the layers of each module that owns parameters or normalises by batch statistics: one,
-    but for attention (its projections) and recurrent modules (the module, then each weight).
-
-    Raise CoverageError where backend="native" has no kernel for a module.
-    """
+    but for attention (its projections) and recurrent modules (the module, then each weight). Raise
+    CoverageError where backend="native" has no kernel for a module."""
     layers: list[Layer] = []
     uncovered = []
     for name, module in modules_in_order(model):
@@ -197,8 +194,7 @@ def owns_backward(options: Mapping[str, Any]) -> bool:
 
 
 def declared_layout(layer: Layer, options: Mapping[str, Any]) -> int:
-    """Return the layout that the user declared for a module, by its name or else by the first
-    pattern that fits; -1: none."""
+    """Return the layout that the user declared for a module, by name or by pattern; -1: none."""
     layout = options["layout"] or {}
     if layer.name in layout:
         return LAYOUTS[layout[layer.name]]

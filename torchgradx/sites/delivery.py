@@ -27,9 +27,9 @@ from ..layers.rules import Layer
 from ..layers.table import declared_layout
 from ..refusals import RefusedError, cause
 from ..sharding import is_sharded
-from .context import Context
 from .experts import ExpertUse
 from .fallback import CLOSED_FORMS, Call, KeptCall, bias_term_size, per_sample_gradients
+from .native import Context
 from .packed import row_dims
 from .regime import Outcome, Regime
 from .several import without_inner_grads
@@ -108,9 +108,7 @@ class Delivery:
         self, use: RerunUse, needed: list[int], ends: list[tuple[int, int]], incoming: Any
     ) -> None:
         """Take the gradients of a node that made outputs; settle the use once all have arrived.
-
-        needed: places below the node. ends: (output of the module, output of the node).
-        """
+        needed: places below the node. ends: (output of the module, output of the node)."""
         task = torch._C._current_graph_task_id()
         if use.arrivals and use.arrivals[-1] != task:  # that backward did not end
             use.take_grads()
@@ -185,8 +183,8 @@ class Delivery:
             self._recorder.refuse(self._index, why)
             return
         names = [self._names[place] for place in use.places]
-        more = layout, use.first_shape, use.regime, samples, use.outcomes
-        call = Call(use.module, names, arguments, grads, run.n, *more)
+        rest = layout, use.first_shape, use.regime, samples, use.outcomes
+        call = Call(use.module, names, arguments, grads, run.n, *rest)
         if any(grads[k] is not None for k in use.inner):
             call = without_inner_grads(call, use.inner, self._unrecorded)
         by_name = self._closed_form(call) if self._closed_form else None

@@ -93,10 +93,8 @@ class ExpertProduct:
         return self.matrix % count
 
     def operands(self, g: Tensor | None, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (left, right), by row, whose outer products are the parameter's gradient.
-
-        g: the gradient that the node receives; None: zeros.
-        """
+        """Return (left, right), by row, whose outer products are the parameter's gradient. g: what
+        the node receives; None: zeros."""
         if g is None:
             g = parameter.new_zeros(shape_of(self.node, 0))
         saved = self.saved_name
@@ -188,12 +186,9 @@ def find_products(
     layout: int,
     start: int,
 ) -> Products:
-    """Return the products of a call. Reads from the device once.
-
-    Raise UnknownRowsError if the samples of their rows do not show. out, leads, layout: the output,
-    the sizes of its rows, and where these, and the operands' rows, have the samples. start: the
-    sequence number of the first node that the call made.
-    """
+    """Return the products of a call, or raise UnknownRowsError; read from the device once. layout:
+    of the rows [*leads] of `out`, and of the operands'. start: sequence number of the first node
+    that the call made."""
     rows, end = owners(leads, n).get(layout), (out.grad_fn, out.output_nr)
     first = operands[0].grad_fn if operands else None
     if rows is None or first is None:
@@ -265,8 +260,7 @@ def _product_flags(products: Sequence[ExpertProduct], owned: Owners) -> list[Ten
 
 
 def _mixing_flags(node: Node, made: Owned) -> list[Tensor]:
-    """Return flags that are set where owners of a node's operand do not follow from those of what
-    it made."""
+    """Return flags that are set where a node's output does not show the owners of its operand."""
     name, shape, owned = node.name(), shape_of(node, 0), made.owners
     if name in KEEPS_ROWS:
         return []
@@ -293,10 +287,8 @@ def _mixing_flags(node: Node, made: Owned) -> list[Tensor]:
 def _read(
     flags: Sequence[Tensor], drops: Sequence[Tensor], pairs: Sequence[Pairs]
 ) -> tuple[bool, list[bool]]:
-    """Read flags, drops and the lengths of pairs from the device at once.
-
-    Return whether any flag is set, and the drops. The lengths are kept in the pairs.
-    """
+    """Read flags, drops and the lengths of pairs from the device, all at once. Return whether any
+    flag is set, and the drops; the pairs keep their lengths."""
     answers = torch.stack([*flags, *drops]).long()
     read = torch.cat([answers, *(p.lengths for p in pairs)]).cpu()
     answers, *lengths = read.split([len(answers), *(len(p.lengths) for p in pairs)])

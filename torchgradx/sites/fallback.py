@@ -179,10 +179,8 @@ def _run_vmap(call: Call) -> Chunks:
 
 
 def bias_term_size(call: Call, name: str) -> float:
-    """Return the size of the terms that a stock module's bias gradient sums; 0.0: not a bias.
-
-    Below a normalisation they cancel, and the rounding is far larger than that of the sum.
-    """
+    """Return the size of the terms that a stock module's bias gradient sums; 0.0: not a bias. Below
+    a normalisation they cancel, and the rounding is far larger than that of the sum."""
     if name != "bias" or not type(call.module).__module__.startswith("torch.nn.modules."):
         return 0.0
     bias: Any = call.module.bias
@@ -240,15 +238,12 @@ class KeptCall:
 
 def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     """Run a stand-in in a new graph; return its outputs, and its parameters, leaves of that graph.
-
-    Raise OtherOutputsError if an output with a gradient is not the forward's.
-    """
+    Raise OtherOutputsError if an output with a gradient is not the forward's."""
     args, kwargs = call.arguments
     by_name = dict(call.module.named_parameters(remove_duplicate=False))
     parameters = [by_name[name].detach().requires_grad_() for name in call.names]
-    swap_tensors(
-        call.module, {id(by_name[n]): p for n, p in zip(call.names, parameters, strict=True)}
-    )
+    swaps = {id(by_name[name]): p for name, p in zip(call.names, parameters, strict=True)}
+    swap_tensors(call.module, swaps)
     with torch.enable_grad():
         outputs = tensors_in(_Forward(call.module)(*args, **kwargs))
     pairs = zip(outputs, call.grads, strict=False)
@@ -347,8 +342,4 @@ def rows_of_bags(
     return LookedUp(ids, (rows * g.unsqueeze(1)).to(g.dtype), module.num_embeddings)
 
 
-# By kind of layer.
-CLOSED_FORMS: dict[str, Callable[[Call], dict[str, Gradients] | None]] = {
-    "embeddingbag": embedding_bag,
-    "bilinear": bilinear,
-}
+CLOSED_FORMS = {"embeddingbag": embedding_bag, "bilinear": bilinear}  # by kind of layer

@@ -1,4 +1,4 @@
-"""Sites of modules with a kernel, and what all sites share: hooks on modules.
+"""Sites of modules with a kernel, and what all sites share: their context, hooks on modules.
 
 A native site replaces its module's class, so that its forward runs our operator; or the stock
 forward runs and we tap its output: a node of ours at it receives the gradient.
@@ -7,7 +7,8 @@ forward runs and we tap its output: a node of ours at it receives the gradient.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -20,11 +21,11 @@ from .. import ops
 from ..graph.layout import BATCH, SECOND, SEQUENCE
 from ..hooks.copies import Hook, exclude_from_copies, include_in_copies, stock_of, untraced
 from ..layers.rules import Layer, rule_named
-from ..layers.table import declared_layout, owns_backward
+from ..layers.table import Parameters, declared_layout, owns_backward
 from ..plan.gpu import gpu_of
 from ..refusals import cause
 from .attention import Projection, attention_forward_of
-from .context import Context
+from .standing import StandIns
 from .trace import Trace
 
 if ops.NATIVE:
@@ -47,8 +48,7 @@ def why_mixed(module: nn.Module, arguments: Sequence[Any], n: int) -> str | None
 
 
 def call_of_hook() -> FrameType:
-    """Return the frame of the module call that runs the current hook; it lives until the call's
-    last hook."""
+    """Return the frame of the module call that runs this hook; it outlasts the call's hooks."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not MODULE_CALL and frame.f_back is not None:
         frame = frame.f_back
@@ -62,6 +62,20 @@ def is_running(call: FrameType) -> bool:
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is not None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the sites of one probe share."""
+
+    recorder: Any
+    audit: Any  # proof.audit.Audit, which sites must not import
+    parameters: Parameters
+    options: Mapping[str, Any]
+    trace: Trace
+    standing: StandIns
+    # By a recurrent module's id: the C++ site of each of its weights, in order.
+    weight_sites: dict[int, list[Any]] = field(default_factory=dict)
 
 
 class Hooks:
@@ -84,11 +98,9 @@ class Hooks:
 
 
 class NativeSite:
-    """Site of a module with a kernel, or of one projection of nn.MultiheadAttention.
-
-    fixed: the module itself says where its samples are. declared: layout by the user; -1: none.
-    presumed: layout where nothing is declared or proven. core: the site in C++.
-    """
+    """Site of a module with a kernel, or of one projection of nn.MultiheadAttention. fixed: the
+    module itself says where its samples are. declared: layout by the user; -1: none. presumed:
+    layout where nothing is declared or proven. core: the site in C++."""
 
     fixed = False
 
@@ -162,9 +174,7 @@ def make_core(
     )
 
 
-def _cpp_forward_of(
-    trace: Trace, argument: str, stock: Any, sites: dict[int, Any]
-) -> Callable[..., Any]:
+def _cpp_forward_of(trace: Trace, argument: str, stock: Any, sites: dict[int, Any]) -> Any:
     """Return a forward in C++: our operator, or the stock one with a tap (a hook costs more)."""
 
     @untraced
@@ -184,9 +194,7 @@ def _cpp_forward_of(
     return forward if argument == "input" else lambda self, x: forward(self, x)
 
 
-def _tapped_forward_of(
-    trace: Trace, argument: str, stock: Any, taps: dict[int, Any]
-) -> Callable[..., Any]:
+def _tapped_forward_of(trace: Trace, argument: str, stock: Any, taps: dict[int, Any]) -> Any:
     """Return the stock forward followed by a tap of its output."""
 
     @untraced
@@ -203,9 +211,7 @@ def _tapped_forward_of(
     return forward
 
 
-def _make_tap(
-    site: Any, index: int, kind: str, recorder: Any
-) -> Callable[[Any, Tensor, Tensor], None]:
+def _make_tap(site: Any, index: int, kind: str, recorder: Any) -> Callable[..., None]:
     """Return a function of (module, input, output) that taps the output."""
     tap = partial(_C.listen, site)
 

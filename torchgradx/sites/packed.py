@@ -14,10 +14,8 @@ from ..refusals import cause
 
 
 class Packed:
-    """A PackedSequence, with the place of each row in the padded tensor [T, N, *].
-
-    rows: N. fields: as Packing in csrc/layers/recurrence.h has them. samples: of each row.
-    """
+    """A PackedSequence, with the place of each row in the padded tensor [T, N, *]. rows: N. fields:
+    those of Packing in csrc/layers/recurrence.h. samples: of each row."""
 
     def __init__(self, sequence: PackedSequence) -> None:
         self.data, sizes, self._sorted, unsorted = sequence
@@ -60,9 +58,7 @@ def as_rows(samples: Tensor, t: Tensor) -> Tensor:
 
 def why_not_rerun(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:
     """Return the cause for which a module cannot run again by sample, as far as its call shows.
-
-    packs: its first output is a packed sequence.
-    """
+    packs: its first output is a packed sequence."""
     if any(p.is_complex() for p in parameters):
         return "complex"
     leaves = tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))

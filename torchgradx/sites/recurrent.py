@@ -18,8 +18,7 @@ from ..hooks.copies import Hook, stock_of
 from ..layers.rules import Layer
 from ..layers.table import declared_layout
 from . import through_time
-from .context import Context
-from .native import make_core
+from .native import Context, make_core
 from .rerun import FallbackSite
 
 if ops.NATIVE:

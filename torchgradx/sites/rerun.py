@@ -25,11 +25,10 @@ from ..graph.unpacking import saves_through_hooks
 from ..hooks.copies import stock_of
 from ..layers.modules import CONTAINERS, parameter_of, same_parameters
 from ..layers.rules import Layer
-from .context import Context
 from .delivery import Delivery, RerunUse
 from .experts import NO_PRODUCTS, ExpertGroup, ExpertUse, find_products, is_experts
 from .fallback import CHANNELS_FIRST
-from .native import MAY_MIX, Hooks, why_mixed
+from .native import MAY_MIX, Context, Hooks, why_mixed
 from .packed import samples_of, why_not_rerun
 from .regime import Regime, may_draw, outcomes_of
 from .several import end_of, ends_at, ends_of_module, inner_outputs, needed_by
@@ -57,9 +56,8 @@ class FallbackSite(Delivery):
         self._eps: dict[Any, float] = {}  # of gradients inside, by autocast and outputs' dtypes
         self._call = _CallOfThread()
         self._may_mix = isinstance(module, MAY_MIX)
-        self._may_have_products = (
-            ops.NATIVE and context.options["backend"] == "auto" and is_experts(module)
-        )
+        has_kernels = ops.NATIVE and context.options["backend"] == "auto"
+        self._may_have_products = has_kernels and is_experts(module)
         self._had_products = False  # some call was served by expert products
         # Names and places for `called`, which knows a module's own parameters only.
         in_containers = any("." in name for name in self._names.values())
@@ -187,9 +185,9 @@ class FallbackSite(Delivery):
         products = NO_PRODUCTS
         if self._may_have_products and single and recorded and not is_hooked:
             leads = first.shape[: self.leads(first.dim())]
-            more = run.n, self.presumed, self._call.first
+            rest = run.n, self.presumed, self._call.first
             with contextlib.suppress(Exception):  # the module runs again instead
-                products = find_products(end, leads, operands, parameters, *more)
+                products = find_products(end, leads, operands, parameters, *rest)
         if products.groups:
             self._had_products = True
             forwards.note_ends(self._index, first, products.ends)
@@ -198,9 +196,8 @@ class FallbackSite(Delivery):
             run.enclose(list(parameters), self._call.first)
         run.watch(number, end)
         if not single and run.n > 1 and recorded:
-            others = ends_of_module(
-                self._module, outputs, first, operands, self.leads, run.n, samples
-            )
+            rows = self.leads, run.n, samples
+            others = ends_of_module(self._module, outputs, first, operands, *rows)
             forwards.note_ends(self._index, first, others)
         regime = self._call.regime or Regime.current(first.device, draws=False)
         use = RerunUse(run, number, parameters, regime, first.shape, samples)
@@ -230,10 +227,8 @@ class FallbackSite(Delivery):
         versions: list[int],
         groups: Mapping[int, ExpertGroup] = NO_PRODUCTS.groups,
     ) -> None:
-        """Save what the backward of a use needs, and register prehooks at its ends.
-
-        versions: of the outputs, when the module returned. groups: its expert products.
-        """
+        """Save what the backward of a use needs, and register prehooks at its ends. versions: of
+        the outputs, when the module returned. groups: its expert products."""
         dtypes = use.regime.autocast, *(t.dtype for t in outputs)
         if dtypes not in self._eps:
             self._eps[dtypes] = coarsest_eps(ends, tensors_in(arguments))
@@ -253,17 +248,15 @@ class FallbackSite(Delivery):
                 self._recorder.hold()
                 weakref.finalize(prehook, self._recorder.release)
         if groups:  # after the prehook that begins it, since an end may be a product's node
-            more = groups, use.parameters, use.eps, self._refuse_error
-            use.products = ExpertUse(use.run, self._recorder, *more)
+            rest = groups, use.parameters, use.eps, self._refuse_error
+            use.products = ExpertUse(use.run, self._recorder, *rest)
 
 
 def copy_shared_outputs(module: nn.Module, out: Any) -> Any:
     """Return a stock module's outputs, with copies of those that share a node or memory; or None.
-
     An LSTMCell computes its h from its c: a copy of c gets the loss's gradient alone. An in-place
     operation on a view replaces its base's node, but not that of a copy. Outputs of a user's module
-    are not copied, since it may keep them: see without_inner_grads.
-    """
+    are not copied, since it may keep them: see without_inner_grads."""
     stock = stock_of(type(module))
     if stock is nn.LSTMCell:
         return out[0], out[1].clone()

@@ -30,11 +30,8 @@ class End:
     samples: tuple[Tensor | None, Tensor | None]
 
     def joined(self, use: Any, verdict: Any, presumed: int, n: int) -> Any:
-        """Return the layout of a use, or a cause, given both verdicts. None: nothing shows it.
-
-        use: the verdict on the use so far. verdict: on this output. presumed: the use's unproven
-        layout, which is returned if both fit.
-        """
+        """Return the layout of a use, or a cause, given the verdict on the use so far and that on
+        this end; None: nothing shows it. presumed: returned if this end fits both layouts."""
         if isinstance(use, str) or verdict is None or n <= 1:
             return use
         if isinstance(verdict, str):
@@ -70,11 +67,9 @@ def ends_of_module(
     n: int,
     samples: Tensor | None,
 ) -> list[End]:
-    """Return the ends of a call with these inputs.
-
-    first: the output whose layout is the use's. leads: number of an output's dimensions -> how many
-    of them count rows. samples: of each row of the first output, if it is packed.
-    """
+    """Return the ends of a call with these inputs. first: the output whose layout is the use's.
+    leads: (dimensions of an output) -> how many of them count rows. samples: of each row of the
+    first output, if it is packed."""
     above = {(t.grad_fn, t.output_nr) for t in inputs}
     calls = [Call(module, (), ((), {}), outputs, n, layout, first.shape, Regime("cpu", None, None))
              for layout in (BATCH, SEQUENCE)]  # fmt: skip
@@ -155,10 +150,8 @@ def inner_outputs(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
 def without_inner_grads(
     call: Call, inner: set[int], silent: Callable[[], AbstractContextManager[None]]
 ) -> Call:
-    """Return the call without the parts of gradients at `inner` outputs that came through others.
-
-    Without that, a replay would count them twice: it pulls back the gradients of all outputs.
-    """
+    """Return the call without the parts of gradients at `inner` outputs that came through others: a
+    replay would count these twice, since it pulls back the gradients of all outputs."""
     with silent(), call.regime.again():
         outputs, _ = run_again(copy_to_run(call))
         grads: dict[int, Tensor] = {}  # that came from outside of the module

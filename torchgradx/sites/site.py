@@ -9,8 +9,7 @@ from torch import nn
 
 from ..layers.rules import Layer, rule_named
 from ..layers.table import Parameters, owns_backward
-from .context import Context
-from .native import NativeSite
+from .native import Context, NativeSite
 from .recurrent import BesideSite, RecurrentSite, RecurrentWeight
 from .rerun import FallbackSite
 

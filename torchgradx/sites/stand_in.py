@@ -26,18 +26,14 @@ TORCH_ATTRIBUTES = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
 def stand_in(module: nn.Module, weights: bool | None = None) -> nn.Module:
-    """Return a copy of a module without hooks, with copies of its buffers.
-
-    If a forward is the user's, the module's other attributes are copied too. weights: copy the
-    parameters, which an optimizer may step or FSDP reshard later in the backward; None: only if a
-    forward is the user's.
-    """
+    """Return a copy of a module without hooks, with copies of its buffers and, if a forward is the
+    user's, of other attributes. weights: copy the parameters, which others may step or reshard
+    later in the backward; None: only if a forward is the user's."""
     twin, is_users = _copy_shallow(module, {}), has_users_forward(module)
     if is_users if weights is None else weights:
         plain = [p for p in twin.parameters() if p.requires_grad or type(p) is nn.Parameter]
-        swap_tensors(
-            twin, {id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in plain}
-        )
+        swaps = {id(p): p.detach().clone().requires_grad_(p.requires_grad) for p in plain}
+        swap_tensors(twin, swaps)
     copies: dict[int, Any] = {id(p): p for p in twin.parameters()}
     for part in twin.modules() if is_users else ():
         for name in set(vars(part)) - TORCH_ATTRIBUTES:

@@ -8,7 +8,6 @@ replace them, and run the former forward where a recomputation is the former pro
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -39,16 +38,9 @@ class StandIns:
         for module in self._modules:
             _by_module.setdefault(module, []).append(weakref.ref(self))
 
-    def put(
-        self,
-        module: nn.Module,
-        forward_of: Callable[..., Any],
-        on_change: Callable[[str], None] | None = None,
-    ) -> dict[int, Any]:
+    def put(self, module: nn.Module, forward_of: Any, on_change: Any = None) -> dict[int, Any]:
         """Replace a module's class; return the new class's table of sites, by module's id.
-
-        forward_of, on_change: see `make_subclass`; those of the first module of a class count.
-        """
+        forward_of, on_change: see `make_subclass`; those of the first module of a class count."""
         stock = stock_of(type(module))
         if stock not in self._classes:
             sites: dict[int, Any] = {}

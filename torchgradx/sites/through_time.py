@@ -36,25 +36,8 @@ RunLayer = Callable[..., tuple[Tensor, Any, Any]]
 
 def run(layer: RunLayer, module: Any, input: Any, hx: Any = None) -> Any:
     """Return the outputs of the stock forward."""
-    single = isinstance(module, nn.RNNCellBase)
-    return (_run_cell if single else _run_layers)(layer, module, input, hx)
-
-
-def _run_cell(layer: RunLayer, cell: Any, input: Tensor, hx: Any) -> Any:
-    lstm = isinstance(cell, nn.LSTMCell)
-    mode = "LSTM" if lstm else "GRU"
-    if isinstance(cell, nn.RNNCell):
-        mode = f"RNN_{cell.nonlinearity.upper()}"
-    h, c = hx if lstm and hx is not None else (hx, None)
-    h, c = (None if t is None else t.unsqueeze(0) for t in (h, c))
-    weights = [cell.weight_ih, cell.weight_hh, *((cell.bias_ih, cell.bias_hh) if cell.bias else ())]
-    recurrence = _C.Recurrence(CELLS[mode], cell.bias, False, False, True, cell.training, [])
-    y, _, c = layer(0, 1, recurrence, input.unsqueeze(1), h, c, weights)
-    h = _C.of_its_own(y.squeeze(1))
-    return (h, _C.of_its_own(c.squeeze(0))) if lstm else h
-
-
-def _run_layers(layer: RunLayer, module: Any, input: Any, hx: Any) -> Any:
+    if isinstance(module, nn.RNNCellBase):
+        return _run_cell(layer, module, input, hx)
     packed = Packed(input) if isinstance(input, PackedSequence) else None
     x = packed.data if packed else input  # [N, T, I], or the rows [total, I] of a packed sequence
     transposes = not (packed or module.batch_first)
@@ -62,15 +45,9 @@ def _run_layers(layer: RunLayer, module: Any, input: Any, hx: Any) -> Any:
         x = x.transpose(0, 1)
     count, lstm = module.num_layers, module.mode == "LSTM"
     states = _split_states(packed, count, [] if hx is None else list(hx) if lstm else [hx])
-    recurrence = _C.Recurrence(
-        CELLS[module.mode],
-        module.bias,
-        module.bidirectional,
-        bool(module.proj_size),
-        False,
-        module.training,
-        packed.fields if packed else [],
-    )
+    packing, cell = packed.fields if packed else [], CELLS[module.mode]
+    flags = module.bias, module.bidirectional, bool(module.proj_size), False, module.training
+    recurrence = _C.Recurrence(cell, *flags, packing)
     module._update_flat_weights()
     weights = module._flat_weights
     each = len(weights) // count
@@ -89,6 +66,20 @@ def _run_layers(layer: RunLayer, module: Any, input: Any, hx: Any) -> Any:
         out = _C.of_its_own(x.transpose(0, 1))
     h, c = zip(*last, strict=True)
     return out, (_concat(h), _concat(c)) if lstm else _concat(h)
+
+
+def _run_cell(layer: RunLayer, cell: Any, input: Tensor, hx: Any) -> Any:
+    lstm = isinstance(cell, nn.LSTMCell)
+    mode = "LSTM" if lstm else "GRU"
+    if isinstance(cell, nn.RNNCell):
+        mode = f"RNN_{cell.nonlinearity.upper()}"
+    h, c = hx if lstm and hx is not None else (hx, None)
+    h, c = (None if t is None else t.unsqueeze(0) for t in (h, c))
+    weights = [cell.weight_ih, cell.weight_hh, *((cell.bias_ih, cell.bias_hh) if cell.bias else ())]
+    recurrence = _C.Recurrence(CELLS[mode], cell.bias, False, False, True, cell.training, [])
+    y, _, c = layer(0, 1, recurrence, input.unsqueeze(1), h, c, weights)
+    h = _C.of_its_own(y.squeeze(1))
+    return (h, _C.of_its_own(c.squeeze(0))) if lstm else h
 
 
 def _concat(states: tuple[Tensor, ...]) -> Tensor:
@@ -125,9 +116,8 @@ def can_serve(module: Any, input: Any, hx: Any = None) -> bool:
         return False
     if torch.is_autocast_enabled(device) and not (device == "cpu" and _runs_onednn(module, sizes)):
         return False
-    if data.dim() != (2 if single or sizes is not None else 3):
-        return False
-    if data.shape[-1] != module.input_size:
+    dims = 2 if single or sizes is not None else 3
+    if data.dim() != dims or data.shape[-1] != module.input_size:
         return False
     if not states:
         return True
@@ -157,10 +147,8 @@ def _runs_onednn(module: Any, sizes: Any) -> bool:
 
 
 def run_beside(notes: dict[str, str | None], call: Call) -> dict[str, Gradients] | None:
-    """Return gradients by sample of each parameter, by its name, from one more run of the module.
-
-    None: the call is not served and is replayed. notes: get "through time" if it is served.
-    """
+    """Return gradients by sample, by the parameter's name, from one more run of the module; None:
+    the call is not served, and is replayed. notes: get "through time" if it is served."""
     args, kwargs = call.arguments
     x = args[0] if args else kwargs["input"]
     module: Any = copy_to_keep(call).module

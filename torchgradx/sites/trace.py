@@ -99,8 +99,8 @@ class Trace:
         return None
 
     def layer(self, module: Any, x: Tensor, out: Tensor) -> Tensor:
-        """Return the output of `trace_layer`. out: of the stock forward, for its dtype; the
-        compiler removes it as dead code."""
+        """Return the output of `trace_layer`. out: of the stock forward, of which only the dtype
+        is used: the compiler removes it."""
         if self.token is False:
             return out
         key, kind = self._keys[id(module)]
@@ -177,9 +177,8 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return "value", value
     if isinstance(value, (int, float)):  # in a graph it may be a symbol
-        tensors.append(
-            torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
-        )
+        dtype = torch.int64 if isinstance(value, int) else torch.float64
+        tensors.append(torch.tensor(value, dtype=dtype))
         return "number", len(tensors) - 1
     if type(value) in (tuple, list):
         parts = [_describe(v, tensors) for v in value]
