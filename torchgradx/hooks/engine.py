@@ -31,9 +31,8 @@ def receives_grad(parameter: Tensor) -> bool:
 
 
 def put_gate(recorder: Any, place: int, node: Any, parameter: Tensor) -> None:
-    """Register a prehook at a parameter's node, like Gate in csrc/record/backward.cpp. For norms
-    only (`shields`) it stops gradients of recorded passes; for clipping (`books`) it reports the
-    others."""
+    """Register a prehook at a parameter's node, like Gate in csrc/record/backward.cpp: for norms
+    only it stops gradients of recorded passes, for clipping it reports all others."""
     owner = weakref.ref(recorder)
 
     def gate(grads: tuple[Tensor | None]) -> tuple[None] | None:

@@ -27,10 +27,6 @@ from .attention import ALL_ROWS
 if ops.NATIVE:
     from .. import _C
 
-CONVOLUTION_FIELDS = (
-    "kernel_size", "stride", "padding", "dilation", "groups", "transposed", "depth", "pre_pad",
-    "pad_mode",
-)  # fields of a Layer  # fmt: skip
 MAX_PLANS = 2  # that a layer keeps for explain(): sequence lengths may never repeat
 
 
@@ -46,7 +42,7 @@ class Layer:
     parameters: tuple[int, ...] = ()  # places
     ruled: bool = False  # its class has a rule, perhaps not in use: its rows keep their order
     inside: bool = False  # one weight of a recurrent module, whose own Layer comes before
-    in_features: int = 0  # of one group
+    in_features: int = 0  # of one group; of a convolution, times the kernel's area
     out_features: int = 0  # of one group
     groups: int = 1
     kernel_size: tuple[int, ...] = ()  # empty: no convolution
@@ -98,7 +94,7 @@ class Rule:
     make: Callable[[Layer], Any] = lambda layer: None  # -> its arithmetic, a Layer of csrc/layers
     # (layer, dimensions of its input) -> how many of them, from the first, count rows
     leads: Callable[[Layer, int], int] = lambda layer, dims: 1
-    swaps: bool = True  # our forward replaces the stock one; False: we hook the output
+    swaps: bool = True  # our forward replaces the stock one; False: we tap its output
     whole: bool = False  # the stock forward is one operator, which C++ calls; then `swaps` is False
     served_by: str = ""  # for explain(); empty: the cost model chooses an algorithm
     argument: str = "input"  # name of the forward's first argument
@@ -110,11 +106,10 @@ class Rule:
 # Linear
 
 
-def _features(inputs: str, outputs: str, **fields: Any) -> Callable[[Any], dict[str, Any]]:
+def _features(inputs: str, outputs: str) -> Callable[[Any], dict[str, Any]]:
     """Return a `describe` that reads I and O off these attributes of a module."""
-    return lambda module: {
-        "in_features": getattr(module, inputs), "out_features": getattr(module, outputs), **fields
-    }  # fmt: skip
+    names = {"in_features": inputs, "out_features": outputs}
+    return lambda module: {key: getattr(module, name) for key, name in names.items()}
 
 
 def _all_but_last(layer: Layer, dims: int) -> int:
@@ -180,8 +175,18 @@ def _pair(sizes: Sequence[int], first: int = 1) -> tuple[int, ...]:
 
 
 def _make_convolution(layer: Layer) -> Any:
-    options = {name: getattr(layer, name) for name in CONVOLUTION_FIELDS}
-    return _C.convolution_layer(one_dimensional=layer.kind.endswith("1d"), **options)
+    return _C.convolution_layer(
+        kernel_size=layer.kernel_size,
+        stride=layer.stride,
+        padding=layer.padding,
+        dilation=layer.dilation,
+        groups=layer.groups,
+        transposed=layer.transposed,
+        one_dimensional=layer.kind.endswith("1d"),
+        depth=layer.depth,
+        pre_pad=layer.pre_pad,
+        pad_mode=layer.pad_mode,
+    )
 
 
 def _fits(module: Any) -> bool:
@@ -205,7 +210,7 @@ def _constants(*names: str, **renamed: str) -> Callable[[Any], dict[str, Any]]:
     return describe
 
 
-def _make_from_constants(name: str) -> Callable[[Layer], Any]:
+def _make(name: str) -> Callable[[Layer], Any]:
     return lambda layer: getattr(_C, name)(**layer.constants)
 
 
@@ -268,9 +273,10 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
     kind: Any
     linear = _features("in_features", "out_features")
     yield _row(nn.Linear, linear, lambda layer: _C.linear_layer(), _all_but_last)
-    conv1d = "transformers.pytorch_utils", "Conv1D"
+    conv1d, gpt2 = ("transformers.pytorch_utils", "Conv1D"), _features("nx", "nf")
     yield ".".join(conv1d), Rule(
-        "transposed linear", _is_of_package(*conv1d), _features("nx", "nf", transposed=True),
+        "transposed linear", _is_of_package(*conv1d),
+        lambda module: {**gpt2(module), "transposed": True},
         lambda layer: _C.linear_layer(transposed=True), _all_but_last, argument="x"
     )  # fmt: skip
     geometric = "torch_geometric.nn.dense.linear", "Linear"
@@ -284,32 +290,29 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
         # the stock forward stays: it takes an output_size besides its input
         yield _row(kind, _describe_transposed, _make_convolution, when=_fits, swaps=False)
     rows = _constants("padding_idx", "sparse", "max_norm", rows="num_embeddings")
-    table = _make_from_constants("embedding_layer")
+    table = _make("embedding_layer")
     tables: dict[str, Any] = {"swaps": False, "whole": True, "served_by": GATHER}
     yield _row(nn.Embedding, rows, table, lambda layer, dims: dims, when=_is_unscaled, **tables)
     plain = lambda module: module.max_norm is None and _is_unscaled(module)  # noqa: E731
     yield _row(nn.EmbeddingBag, _constants(), when=plain, served_by=BAGS, has_closed_form=True)
     yield _row(nn.Bilinear, _constants(), served_by=PAIRS, has_closed_form=True)
-    yield (
-        nn.MultiheadAttention,
-        Rule("multiheadattention", attention.accepts, _constants(), parts=attention.parts),
-    )
-    make = _make_from_constants
+    attends = Rule("multiheadattention", attention.accepts, _constants(), parts=attention.parts)
+    yield nn.MultiheadAttention, attends
     sweep: dict[str, Any] = {"served_by": SWEEP}
     shape = _constants("eps", shape="normalized_shape")
-    yield _row(nn.LayerNorm, shape, make("layer_norm_layer"), _all_but_shape, **sweep)
-    yield _row(nn.RMSNorm, shape, make("rms_norm_layer"), _all_but_shape, argument="x", **sweep)
+    yield _row(nn.LayerNorm, shape, _make("layer_norm_layer"), _all_but_shape, **sweep)
+    yield _row(nn.RMSNorm, shape, _make("rms_norm_layer"), _all_but_shape, argument="x", **sweep)
     groups = _constants("eps", groups="num_groups")
-    yield _row(nn.GroupNorm, groups, make("group_norm_layer"), **sweep)
+    yield _row(nn.GroupNorm, groups, _make("group_norm_layer"), **sweep)
     slopes = _constants(slopes="num_parameters")
-    yield _row(nn.PReLU, slopes, make("prelu_layer"), **sweep)
+    yield _row(nn.PReLU, slopes, _make("prelu_layer"), **sweep)
     beside: dict[str, Any] = {"swaps": False, "served_by": BESIDE}
     eps = _constants("eps")
     tracks_nothing = lambda module: module.running_mean is None  # noqa: E731
     for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
-        yield _row(kind, eps, make("instance_norm_layer"), when=tracks_nothing, **beside)
+        yield _row(kind, eps, _make("instance_norm_layer"), when=tracks_nothing, **beside)
     for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-        yield _row(kind, eps, make("batch_norm_layer"), **beside)
+        yield _row(kind, eps, _make("batch_norm_layer"), **beside)
 
 
 # By the class, or by the full name of a class of another package.

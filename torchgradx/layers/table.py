@@ -33,7 +33,7 @@ class Parameters:
     def __init__(self, model: nn.Module) -> None:
         places: dict[int, int] = {}
         self.names: list[str] = []
-        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._slots: list[tuple[dict[str, Any], str]] = []  # by place: its table, and its key there
         self._aliases: dict[str, int] = {}
         modules = dict(model.named_modules(remove_duplicate=False))
         self._tied: list[tuple[dict[str, Any], str, int]] = []  # slots of second names
@@ -56,7 +56,7 @@ class Parameters:
         self._latest, self._first_children = _values(self._owners), _values(self._children)
         self._lengths = list(map(len, self._owners))
         self._states = list(map(vars, self._modules))
-        self._computed_modes = [m for m in self._modules if "training" not in vars(m)]
+        self._computed_modes = [m for m in self._modules if "training" not in vars(m)]  # a property
 
     def place(self, name: str) -> int:
         """Return the place of a parameter, by any of its names."""

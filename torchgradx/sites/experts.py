@@ -202,8 +202,8 @@ def find_products(
     flags = _input_flags(nodes, owned, n, layout) + _product_flags(products, owned)
     moves: dict[Node, Tensor] = {}  # nodes that move rows by values; whether one drops rows
     for node in nodes:
-        made = next((owned[node, k] for k in range(len(node._input_metadata))
-                     if (node, k) in owned), None)  # fmt: skip
+        outputs = range(len(node._input_metadata))
+        made = next((owned[node, k] for k in outputs if (node, k) in owned), None)
         if made is None:
             continue
         flags += _mixing_flags(node, made)

@@ -164,8 +164,8 @@ def _run_vmap(call: Call) -> Chunks:
     dims = [None if piece is None else 0 for piece in pieces]
     mapped = vmap(grad(objective, has_aux=True), in_dims=(None, dims, 0), randomness="error")
     # The outputs, filled chunk by chunk: nan, which is not compared, until a sample has run.
-    wholes = [None if g is None or not call.outcomes else torch.full_like(g, torch.nan)
-              for g in call.grads]  # fmt: skip
+    compared = [g if call.outcomes else None for g in call.grads]
+    wholes = [None if g is None else torch.full_like(g, torch.nan) for g in compared]
     within = replace(call, grads=wholes)  # dim_of knows gradients by identity
     views: list[Any] = [_split_samples(within, t) for t in wholes if t is not None]
     for chunk in chunks(call.n, sum(p.numel() for p in parameters.values()), GRADIENT_ELEMENTS):
@@ -258,9 +258,8 @@ def _run_replay(call: Call) -> Chunks:
     for node in nodes_below(starts):
         if node.name() in TABLES and node._saved_scale_grad_by_freq:
             raise RefusedError("scale_grad_by_freq")  # alone, a sample has other counts
-    # An output of other modules' parameters alone has no graph here.
-    pairs = [(out, g) for out, g in zip(outputs, call.grads, strict=True)
-             if g is not None and out.requires_grad]  # fmt: skip
+    both = zip(outputs, call.grads, strict=True)  # an output of others' parameters has no graph
+    pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
     ends, samples = [out for out, _ in pairs], [_samples_of(call, g) for _, g in pairs]
     vjp = partial(torch.autograd.grad, retain_graph=True, allow_unused=True, materialize_grads=True)
     for chunk in chunks(call.n, sum(p.numel() for p in parameters), GRADIENT_ELEMENTS):

@@ -41,8 +41,8 @@ class End:
             proven = owners(self.watched.leads, n, self.watched.second).get(verdict)
         if proven is None:  # a layout without rows of samples, as SHARED
             return use
-        fits = [layout for layout, samples in zip((BATCH, SEQUENCE), self.samples, strict=True)
-                if samples is not None and torch.equal(samples, proven)]  # fmt: skip
+        by_layout = zip((BATCH, SEQUENCE), self.samples, strict=True)
+        fits = [layout for layout, of in by_layout if of is not None and torch.equal(of, proven)]
         if use is None and fits:
             return presumed if presumed in fits else fits[0]
         return "different_outputs" if use not in fits and use in (BATCH, SEQUENCE, None) else use

@@ -131,8 +131,7 @@ def can_serve(module: Any, input: Any, hx: Any = None) -> bool:
 
 
 def has_same_bits(module: Any, input: Any) -> bool:
-    """Return True if the outputs layer by layer have the bits of the stock forward: not where a GPU
-    runs all layers in one call."""
+    """Return True if `run` gives the stock outputs' bits: a GPU runs all layers in one call."""
     data = input[0] if isinstance(input, PackedSequence) else input
     return bool(data.is_cpu) or getattr(module, "num_layers", 1) == 1
 

@@ -99,8 +99,7 @@ class Trace:
         return None
 
     def layer(self, module: Any, x: Tensor, out: Tensor) -> Tensor:
-        """Return the output of `trace_layer`. out: of the stock forward, of which only the dtype
-        is used: the compiler removes it."""
+        """Return the output of `trace_layer`. out: of the stock forward, used for its dtype."""
         if self.token is False:
             return out
         key, kind = self._keys[id(module)]
