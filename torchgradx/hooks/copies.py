@@ -154,8 +154,8 @@ def make_subclass(
     options = frozenset(getattr(stock, "__constants__", ()))
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
-        changes = name in options and id(self) in sites and getattr(self, name, None) != value
-        if on_change and changes:
+        has_option = on_change and name in options and id(self) in sites
+        if on_change and has_option and getattr(self, name, None) != value:
             del sites[id(self)]
             on_change(f"{stock.__name__}.{name}")
         stock.__setattr__(self, name, value)

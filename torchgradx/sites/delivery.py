@@ -28,7 +28,7 @@ from ..layers.table import declared_layout
 from ..refusals import RefusedError, cause
 from ..sharding import is_sharded
 from .experts import ExpertUse
-from .fallback import CLOSED_FORMS, Call, KeptCall, bias_term_size, per_sample_gradients
+from .fallback import CLOSED_FORMS, Call, ClipCall, bias_term_size, per_sample_gradients
 from .native import Context
 from .packed import row_dims
 from .regime import Outcome, Regime
@@ -200,7 +200,7 @@ class Delivery:
         """Run the module again, and give the pass the gradients of some samples at a time."""
         run, places = use.run, use.places
         if self._recorder.books:
-            run.book(KeptCall(call, places, self._unrecorded))
+            run.book(ClipCall(call, places, self._unrecorded))
         waits = [run.waits(place) for place in places]
         directions = [run.directions[place] if run.directions else None for place in places]
         columns: list[list[Tensor]] = [[] for _ in places]  # gradients if it waits, else norms

@@ -211,8 +211,8 @@ def _samples_of(call: Call, t: Tensor) -> Tensor:
     return rows.view([-1 if d == dim else 1 for d in range(t.dim())])
 
 
-class KeptCall:
-    """A call kept for clipping, which runs once more."""
+class ClipCall:
+    """A call that clipping runs once more."""
 
     runs_again = True
 
