@@ -40,7 +40,8 @@ def parts(module: nn.MultiheadAttention, places: Mapping[str, int]) -> Iterator[
     def linear(
         role: str, names: tuple[str, str], features: int, rows: slice = slice(0, 0), count: int = 1
     ) -> dict[str, Any]:
-        """rows: those that it uses of in_proj_weight and in_proj_bias, as one of `count` parts."""
+        """Return one projection's fields. rows: of in_proj_weight and in_proj_bias, split into
+        `count` parts."""
         within = (rows.start, all_rows - rows.stop, count) if count > 1 else ALL_ROWS
         weight, bias = (places.get(name, -1) for name in names)
         return {

@@ -92,7 +92,7 @@ def per_sample_gradients(
         return
     except Exception as error:
         if isinstance(error, OtherOutputsError) and error.gross:
-            raise  # samples depend on each other; any other error is vmap's own
+            raise  # samples depend on each other; after other errors a replay may succeed
     notes["replay"] = None
     with unrecorded(), call.regime.again():
         for chunk, gradients in _run_replay(copy_to_run(call)):
