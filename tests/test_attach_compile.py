@@ -378,7 +378,7 @@ STATIC = ("test_schema", "test_autograd_registration", "test_faketensor")
 def test_the_operators_keep_what_they_tell_the_compiler():
     model = mlp()
     with torchgradx.attach(model) as probe:
-        use = f"{probe._trace._held[0]}/1"
+        use = f"{probe._trace._site_keys[0]}/1"
         x = torch.randn(N, 3, requires_grad=True)
         args = (x, model[0].weight, model[0].bias, torchgradx._C.token(None), use)
         torch.library.opcheck(torch.ops.torchgradx.trace_layer.default, args, test_utils=STATIC)

@@ -36,8 +36,7 @@ from .record.record import Record
 from .record.tokens import TokenWatch
 from .refusals import cause
 from .sharding import why_not_recorded
-from .sites.context import Context
-from .sites.native import Hooks, call_of_hook, is_running
+from .sites.native import Context, Hooks, call_of_hook, is_running
 from .sites.site import ProbeParts, Site, site_of
 from .sites.standing import StandIns
 from .sites.trace import Trace, TracedCall, outside, root_of

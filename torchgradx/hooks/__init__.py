@@ -1,1 +1,1 @@
-"""Our hooks on modules, parameters and nodes, and the classes that stand in for modules' own."""
+"""Our hooks on modules, parameters and nodes, and subclasses that replace modules' classes."""

@@ -1,5 +1,7 @@
-"""The backward that the engine runs now: what it executes, gates at parameters' nodes (for norms
-only and for clipping), and calls at its end."""
+"""What the engine executes in the current backward, its callbacks, and gates at parameters' nodes.
+
+A gate keeps gradients out of `.grad` for norms only, and reports others for clipping.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,10 @@ at_the_end = torch.autograd.Variable._execution_engine.queue_callback  # of the 
 
 
 def will_execute(node: Any) -> bool:
+    """Return True if this backward executes a node."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # autograd.grad, which only captures: no .grad receives anything
+    except RuntimeError:  # autograd.grad returns this node's gradient, and fills no .grad
         return False
 
 
@@ -27,19 +30,24 @@ def receives_grad(parameter: Tensor) -> bool:
     return will_execute(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
-def put_gate(recorder: Any, place: int, node: Any, p: Tensor) -> None:
-    """Do as Gate in csrc/record/backward.cpp."""
-    here = weakref.ref(recorder)
+def put_gate(recorder: Any, place: int, node: Any, parameter: Tensor) -> None:
+    """Register a prehook at a parameter's node, like Gate in csrc/record/backward.cpp: for norms
+    only it stops gradients of recorded passes, for clipping it reports all others."""
+    owner = weakref.ref(recorder)
 
     def gate(grads: tuple[Tensor | None]) -> tuple[None] | None:
-        of = here()
-        if of is None or not (of.shields or of.books):
+        recorder = owner()
+        if recorder is None:
             return None
-        has_pass = of.audited(torch._C._current_graph_task_id())
-        follow: Any = p._post_accumulate_grad_hooks
-        if (has_pass and follow) if of.shields else not (has_pass or grads[0] is None):
-            of.received(place, grads[0])
-        return (None,) if of.shields and has_pass else None
+        has_pass = recorder.audited(torch._C._current_graph_task_id())
+        if not recorder.shields:
+            if recorder.books and not has_pass and grads[0] is not None:
+                recorder.received(place, grads[0])
+            return None
+        # The user's hooks after accumulation must run although nothing is accumulated.
+        if has_pass and parameter._post_accumulate_grad_hooks:
+            recorder.received(place, grads[0])
+        return (None,) if has_pass else None
 
     gates: Any = node.metadata.setdefault("torchgradx gates", weakref.WeakSet())
     if (recorder.shields or recorder.books) and recorder not in gates:
@@ -48,7 +56,7 @@ def put_gate(recorder: Any, place: int, node: Any, p: Tensor) -> None:
 
 
 def weakly(owner: Callable[[], Any], method: str) -> Callable[..., Any]:
-    """Return a function that calls a method while its owner lives."""
+    """Return a function that calls a method of a weak reference's object while that lives."""
 
     @untraced
     def call(*args: Any) -> Any:

@@ -1,1 +1,1 @@
-"""A model before any data: its parameters, its layers, and the kernel for each of them."""
+"""What is known of a model before any data: its parameters, its layers, their kernels."""

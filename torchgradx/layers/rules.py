@@ -1,4 +1,4 @@
-"""Which kernel sees a module's parameters: RULES for layers that have one, else the fallback.
+"""RULES: how each layer class with a kernel is served. A module without a rule runs again by vmap.
 
 A rule is chosen by the identity of the forward function, never by type alone: a subclass with its
 own forward computes something else.
@@ -22,45 +22,44 @@ from ..hooks.copies import stock_of
 from ..plan.cost import AlgorithmPlan, plan
 from ..plan.gpu import Gpu, Problem
 from . import attention
+from .attention import ALL_ROWS
 
 if ops.NATIVE:
     from .. import _C
 
-ALL_ROWS = (0, 0, 1)
-MAX_PLANS = 2  # plans that explain() shows: lengths may never repeat
+MAX_PLANS = 2  # that a layer keeps for explain(): sequence lengths may never repeat
 
 
 @dataclass
 class Layer:
-    """One module of an attached model: what is known of it before any data is seen."""
+    """One module of an attached model, or a part of it, before any data."""
 
-    name: str
-    kind: str  # the name of its rule, or "recurrent", or "vmap"
+    name: str  # of the module
+    kind: str  # the name of its rule, "recurrent" or "vmap"
     type_name: str
-    weight: int = -1  # places in the probe's table of parameters; -1: none
+    weight: int = -1  # place in the table of parameters; -1: none
     bias: int = -1
-    parameters: tuple[int, ...] = ()
-    ruled: bool = False  # a rule is of it, also where vmap serves: rows go through in order
-    inside: bool = False  # one weight of a recurrent module, which has a Layer of its own before
-    in_features: int = 0
-    out_features: int = 0  # of one group, as in_features
+    parameters: tuple[int, ...] = ()  # places
+    ruled: bool = False  # its class has a rule, perhaps not in use: its rows keep their order
+    inside: bool = False  # one weight of a recurrent module, whose own Layer comes before
+    in_features: int = 0  # of one group; of a convolution, times the kernel's area
+    out_features: int = 0  # of one group
     groups: int = 1
-    kernel_size: tuple[int, ...] = ()  # () but for convolutions
+    kernel_size: tuple[int, ...] = ()  # empty: no convolution
     stride: tuple[int, ...] = ()
     padding: tuple[int, ...] = ()
     dilation: tuple[int, ...] = ()
-    pre_pad: tuple[int, ...] = ()  # what `padding` cannot say, as for F.pad
+    pre_pad: tuple[int, ...] = ()  # for F.pad, where the two sides of `padding` differ
     pad_mode: str = "constant"
-    depth: tuple[int, ...] = ()  # of the first of three: kernel, stride, padding, dilation
+    depth: tuple[int, ...] = ()  # kernel, stride, padding, dilation of the first of 3 dimensions
     transposed: bool = False
-    role: str = ""  # of one among several layers that a module is
-    weight_rows: tuple[int, int, int] = ALL_ROWS  # those before, those after, and in how many parts
+    role: str = ""  # which projection of nn.MultiheadAttention
+    # Rows of the parameter before and after those in use, and how many parts the module uses.
+    weight_rows: tuple[int, int, int] = ALL_ROWS
     bias_rows: tuple[int, int, int] = ALL_ROWS
-    constants: dict[str, Any] = field(default_factory=dict)  # of other layers
-    plans: dict[tuple[int, int], AlgorithmPlan] = field(
-        default_factory=dict
-    )  # the latest, by (N, T)
-    notes: dict[str, str | None] = field(default_factory=dict)  # how it was served, and more of it
+    constants: dict[str, Any] = field(default_factory=dict)  # of layers other than products
+    plans: dict[tuple[int, int], AlgorithmPlan] = field(default_factory=dict)  # latest, by (N, T)
+    notes: dict[str, str | None] = field(default_factory=dict)  # how it was served, for explain()
 
     def plan(
         self,
@@ -71,18 +70,12 @@ class Layer:
         forced: str | None,
         device: Gpu | None = None,
     ) -> AlgorithmPlan:
-        problem = Problem(
-            layer="conv2d" if self.kernel_size else "linear",
-            n=n,
-            t=t,
-            i=self.in_features,
-            o=self.out_features,
-            groups=self.groups,
-            itemsize=itemsize,
-            weight_grad=weight_grad,
-            device=device,
-        )
-        # direct, where the weight gradient is wanted too, is what fused does in one pass
+        """Return the algorithm for N samples of T rows, and keep it for explain(). weight_grad: it
+        makes the weight gradient too. forced: the user's `algorithm`."""
+        sizes = n, t, self.in_features, self.out_features, self.groups
+        kind: Any = "conv2d" if self.kernel_size else "linear"
+        problem = Problem(kind, *sizes, itemsize, weight_grad, device)
+        # with a weight gradient, "fused" does in one pass what "direct" does
         if forced == "direct" and weight_grad:
             forced = "fused"
         self.plans[n, t] = chosen = plan(problem, forced)
@@ -93,39 +86,40 @@ class Layer:
 
 @dataclass(frozen=True)
 class Rule:
+    """How one class of layers is served."""
+
     name: str
-    accepts: Callable[[Any], bool]
-    describe: Callable[[Any], dict[str, Any]]  # fields of Layer
-    make: Callable[[Layer], Any] = lambda layer: None  # its arithmetic in C++, csrc/layers
-    leads: Callable[[Layer, int], int] = lambda layer, dims: 1  # of an input: that count rows
-    swaps: bool = True  # its forward can be ours; else its output is tapped
-    whole: bool = False  # then: that forward is one operator all the same
-    served_by: str = ""  # where there is nothing to choose; else the cost model says
-    argument: str = "input"
-    closed: bool = False  # in place of `make`: from what the module was called with
-    parts: Callable[..., Iterator[dict[str, Any]]] | None = None  # fields of several layers
+    accepts: Callable[[Any], bool]  # whether it serves a module
+    describe: Callable[[Any], dict[str, Any]]  # module -> fields of its Layer
+    make: Callable[[Layer], Any] = lambda layer: None  # -> its arithmetic, a Layer of csrc/layers
+    # (layer, dimensions of its input) -> how many of them, from the first, count rows
+    leads: Callable[[Layer, int], int] = lambda layer, dims: 1
+    swaps: bool = True  # our forward replaces the stock one; False: we tap its output
+    whole: bool = False  # the stock forward is one operator, which C++ calls; then `swaps` is False
+    served_by: str = ""  # for explain(); empty: the cost model chooses an algorithm
+    argument: str = "input"  # name of the forward's first argument
+    has_closed_form: bool = False  # no `make`: see the closed forms in sites/fallback.py
+    # (module, places by name) -> fields of several layers, in place of `describe`
+    parts: Callable[..., Iterator[dict[str, Any]]] | None = None
 
 
 # Linear
 
 
-def _linear(module: nn.Linear) -> dict[str, Any]:
-    return {"in_features": module.in_features, "out_features": module.out_features}
+def _features(inputs: str, outputs: str) -> Callable[[Any], dict[str, Any]]:
+    """Return a `describe` that reads I and O off these attributes of a module."""
+    names = {"in_features": inputs, "out_features": outputs}
+    return lambda module: {key: getattr(module, name) for key, name in names.items()}
 
 
 def _all_but_last(layer: Layer, dims: int) -> int:
     return dims - 1
 
 
-def _conv1d(module: Any) -> dict[str, Any]:
-    """That of GPT-2: a Linear whose weight is [I, O]."""
-    return {"in_features": module.nx, "out_features": module.nf, "transposed": True}
+# Convolutions. Conv1d is a Conv2d of height 1; Conv3d is a Conv2d of depth x channels.
 
 
-# Convolutions; one dimension is two, of height 1, and three are two, of more channels
-
-
-def _convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> dict[str, Any]:
+def _describe_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> dict[str, Any]:
     zeros, dims = module.padding_mode == "zeros", len(module.kernel_size)
     if not zeros:
         sides = list(module._reversed_padding_repeated_twice)  # as for F.pad: last dimension first
@@ -142,12 +136,12 @@ def _convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> dict[str, Any]:
         "in_features": module.in_channels // module.groups * prod(module.kernel_size),
         "out_features": module.out_channels // module.groups,
         "pre_pad": () if symmetric else tuple(sides),
-        "pad_mode": "constant" if module.padding_mode == "zeros" else module.padding_mode,
+        "pad_mode": "constant" if zeros else module.padding_mode,
     }
 
 
-def _transposed(module: Any) -> dict[str, Any]:
-    """Return the convolution from its gradient to its input, see csrc/layers/convolution.cpp."""
+def _describe_transposed(module: Any) -> dict[str, Any]:
+    """Return the fields of the convolution back from a ConvTranspose's output to its input."""
     return {
         **_geometry(module, _each(module.padding, len(module.kernel_size))),
         "in_features": module.out_channels // module.groups * prod(module.kernel_size),
@@ -159,19 +153,19 @@ def _transposed(module: Any) -> dict[str, Any]:
 def _geometry(module: Any, padding: Sequence[int]) -> dict[str, Any]:
     dims = len(module.kernel_size)
     stride, dilation = (_each(size, dims) for size in (module.stride, module.dilation))
-    sizes, deep = (module.kernel_size, stride, padding, dilation), dims == 3
+    sizes = (module.kernel_size, stride, padding, dilation)
     return {
         "groups": module.groups,
         "kernel_size": _pair(module.kernel_size),
         "stride": _pair(stride),
         "padding": _pair(padding, 0),
         "dilation": _pair(dilation),
-        "depth": tuple(size[0] for size in sizes) if deep else (),
+        "depth": tuple(size[0] for size in sizes) if dims == 3 else (),
     }
 
 
 def _each(sizes: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """Return sizes by dimension: what was set on a module by hand need not say it so."""
+    """Return one size for each dimension; users may set a single number on a module."""
     each = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     return each * dims if len(each) == 1 else each
 
@@ -180,7 +174,7 @@ def _pair(sizes: Sequence[int], first: int = 1) -> tuple[int, ...]:
     return (first, *sizes)[-2:]
 
 
-def _convolution_layer(layer: Layer) -> Any:
+def _make_convolution(layer: Layer) -> Any:
     return _C.convolution_layer(
         kernel_size=layer.kernel_size,
         stride=layer.stride,
@@ -196,16 +190,17 @@ def _convolution_layer(layer: Layer) -> Any:
 
 
 def _fits(module: Any) -> bool:
-    """Return True if a transposed convolution has the sizes of a convolution turned round."""
+    """Return True if the convolution back from a ConvTranspose's output gives its input's size."""
     dims = len(module.kernel_size)
     return all(map(gt, *(_each(size, dims) for size in (module.stride, module.output_padding))))
 
 
-# Tables, normalisations and what else acts element by element: constants for csrc/layers
+# Tables, normalisations and elementwise layers: constants for csrc/layers
 
 
 def _constants(*names: str, **renamed: str) -> Callable[[Any], dict[str, Any]]:
-    """{constant: attribute of the module}; None is -1."""
+    """Return a `describe` that reads constants off a module's attributes; None becomes -1. renamed:
+    attributes by the constant's name, where the two differ."""
     pairs = {**{name: name for name in names}, **renamed}
 
     def describe(module: Any) -> dict[str, Any]:
@@ -215,12 +210,8 @@ def _constants(*names: str, **renamed: str) -> Callable[[Any], dict[str, Any]]:
     return describe
 
 
-def _made_of(name: str) -> Callable[[Layer], Any]:
+def _make(name: str) -> Callable[[Layer], Any]:
     return lambda layer: getattr(_C, name)(**layer.constants)
-
-
-def _all(layer: Layer, dims: int) -> int:
-    return dims
 
 
 def _all_but_shape(layer: Layer, dims: int) -> int:
@@ -234,41 +225,27 @@ SWEEP = "fused: in the sweep that makes its gradients"
 BESIDE = "direct: in a sweep beside the framework's own"
 
 
-def _unscaled(module: nn.Embedding | nn.EmbeddingBag) -> bool:
-    return not module.scale_grad_by_freq  # by counts of the whole batch
+def _is_unscaled(module: nn.Embedding | nn.EmbeddingBag) -> bool:
+    return not module.scale_grad_by_freq  # which divides by counts of the whole batch
 
 
-def _plain_bags(module: nn.EmbeddingBag) -> bool:
-    return module.max_norm is None and _unscaled(module)
-
-
-def _own_statistics(module: Any) -> bool:
-    return module.running_mean is None
-
-
-def _stock(kind: Any, *methods: str) -> Callable[[Any], bool]:
-    """Return True if a module computes what the stock class does, of its own parameters."""
+def _is_stock(module: Any, kind: Any, *methods: str) -> bool:
+    """Return True if a module has the forward and these methods of `kind`, and no parameters but a
+    weight and a bias."""
+    own = stock_of(type(module))  # another probe may be attached, and paused
     names = ("forward", "__getattr__", "__getattribute__", "weight", "bias", *methods)
+    same = all(getattr(own, n, None) is getattr(kind, n, None) for n in names)
+    parameters = {name for name, p in module._parameters.items() if p is not None}
+    plain = "weight" in parameters and parameters <= {"weight", "bias"}
+    return same and plain and isinstance(module, kind)
+
+
+def _is_of_package(package: str, name: str) -> Callable[[Any], bool]:
+    """Return an `accepts` for a class of a package that is not imported here."""
 
     def accepts(module: Any) -> bool:
-        own = stock_of(type(module))  # another probe may have the model, and stand aside
-        same = all(getattr(own, n, None) is getattr(kind, n, None) for n in names)
-        return same and isinstance(module, kind) and _only_weight_and_bias(module)
-
-    return accepts
-
-
-def _only_weight_and_bias(module: nn.Module) -> bool:
-    own = {name for name, p in module._parameters.items() if p is not None}
-    return "weight" in own and own <= {"weight", "bias"}
-
-
-def _elsewhere(module: str, name: str) -> Callable[[Any], bool]:
-    """Return what _stock does, of a class of a package that is never imported here."""
-
-    def accepts(candidate: Any) -> bool:
-        kind = getattr(sys.modules.get(module), name, None)
-        return kind is not None and _stock(kind)(candidate)
+        kind = getattr(sys.modules.get(package), name, None)
+        return kind is not None and _is_stock(module, kind)
 
     return accepts
 
@@ -281,67 +258,69 @@ def _row(
     *,
     methods: Sequence[str] = (),
     when: Callable[[Any], bool] = lambda module: True,
-    **more: Any,
+    **fields: Any,
 ) -> tuple[type[nn.Module], Rule]:
-    stock = _stock(kind, *methods)
+    """Return the row of RULES for a class of torch.nn. methods: others that must be the stock ones.
+    when: one more condition on a module. fields: of Rule."""
 
     def accepts(module: Any) -> bool:
-        return stock(module) and when(module)
+        return _is_stock(module, kind, *methods) and when(module)
 
-    return kind, Rule(kind.__name__.lower(), accepts, describe, make, leads, **more)
+    return kind, Rule(kind.__name__.lower(), accepts, describe, make, leads, **fields)
 
 
 def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
     kind: Any
-    yield _row(nn.Linear, _linear, lambda layer: _C.linear_layer(), _all_but_last)
-    conv1d = "transformers.pytorch_utils", "Conv1D"
+    linear = _features("in_features", "out_features")
+    yield _row(nn.Linear, linear, lambda layer: _C.linear_layer(), _all_but_last)
+    conv1d, gpt2 = ("transformers.pytorch_utils", "Conv1D"), _features("nx", "nf")
     yield ".".join(conv1d), Rule(
-        "transposed linear", _elsewhere(*conv1d), _conv1d,
+        "transposed linear", _is_of_package(*conv1d),
+        lambda module: {**gpt2(module), "transposed": True},
         lambda layer: _C.linear_layer(transposed=True), _all_but_last, argument="x"
     )  # fmt: skip
     geometric = "torch_geometric.nn.dense.linear", "Linear"
-    sizes = _constants(in_features="in_channels", out_features="out_channels")
     yield ".".join(geometric), Rule(
-        "geometric linear", _elsewhere(*geometric), lambda module: sizes(module)["constants"],
+        "geometric linear", _is_of_package(*geometric), _features("in_channels", "out_channels"),
         lambda layer: _C.linear_layer(), _all_but_last, argument="x"
     )  # fmt: skip
     for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-        yield _row(kind, _convolution, _convolution_layer, methods=("_conv_forward",))
+        yield _row(kind, _describe_convolution, _make_convolution, methods=("_conv_forward",))
     for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-        # its forward takes an output_size besides, and stays the framework's own
-        yield _row(kind, _transposed, _convolution_layer, when=_fits, swaps=False)
+        # the stock forward stays: it takes an output_size besides its input
+        yield _row(kind, _describe_transposed, _make_convolution, when=_fits, swaps=False)
     rows = _constants("padding_idx", "sparse", "max_norm", rows="num_embeddings")
-    table = _made_of("embedding_layer")
+    table = _make("embedding_layer")
     tables: dict[str, Any] = {"swaps": False, "whole": True, "served_by": GATHER}
-    yield _row(nn.Embedding, rows, table, _all, when=_unscaled, **tables)
-    bags: dict[str, Any] = {"closed": True, "served_by": BAGS}
-    yield _row(nn.EmbeddingBag, _constants(), when=_plain_bags, **bags)
-    yield _row(nn.Bilinear, _constants(), closed=True, served_by=PAIRS)
-    yield (
-        nn.MultiheadAttention,
-        Rule("multiheadattention", attention.accepts, _constants(), parts=attention.parts),
-    )
+    yield _row(nn.Embedding, rows, table, lambda layer, dims: dims, when=_is_unscaled, **tables)
+    plain = lambda module: module.max_norm is None and _is_unscaled(module)  # noqa: E731
+    yield _row(nn.EmbeddingBag, _constants(), when=plain, served_by=BAGS, has_closed_form=True)
+    yield _row(nn.Bilinear, _constants(), served_by=PAIRS, has_closed_form=True)
+    attends = Rule("multiheadattention", attention.accepts, _constants(), parts=attention.parts)
+    yield nn.MultiheadAttention, attends
+    sweep: dict[str, Any] = {"served_by": SWEEP}
     shape = _constants("eps", shape="normalized_shape")
-    yield _row(nn.LayerNorm, shape, _made_of("layer_norm_layer"), _all_but_shape, served_by=SWEEP)
-    rms = _made_of("rms_norm_layer")
-    yield _row(nn.RMSNorm, shape, rms, _all_but_shape, argument="x", served_by=SWEEP)
+    yield _row(nn.LayerNorm, shape, _make("layer_norm_layer"), _all_but_shape, **sweep)
+    yield _row(nn.RMSNorm, shape, _make("rms_norm_layer"), _all_but_shape, argument="x", **sweep)
     groups = _constants("eps", groups="num_groups")
-    yield _row(nn.GroupNorm, groups, _made_of("group_norm_layer"), served_by=SWEEP)
+    yield _row(nn.GroupNorm, groups, _make("group_norm_layer"), **sweep)
     slopes = _constants(slopes="num_parameters")
-    yield _row(nn.PReLU, slopes, _made_of("prelu_layer"), served_by=SWEEP)
-    tapped: dict[str, Any] = {"swaps": False, "served_by": BESIDE}
+    yield _row(nn.PReLU, slopes, _make("prelu_layer"), **sweep)
+    beside: dict[str, Any] = {"swaps": False, "served_by": BESIDE}
     eps = _constants("eps")
+    tracks_nothing = lambda module: module.running_mean is None  # noqa: E731
     for kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
-        instances = _made_of("instance_norm_layer")
-        yield _row(kind, eps, instances, when=_own_statistics, **tapped)
+        yield _row(kind, eps, _make("instance_norm_layer"), when=tracks_nothing, **beside)
     for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-        yield _row(kind, eps, _made_of("batch_norm_layer"), **tapped)
+        yield _row(kind, eps, _make("batch_norm_layer"), **beside)
 
 
+# By the class, or by the full name of a class of another package.
 RULES: dict[type[nn.Module] | str, Rule] = dict(_rules())
 
 
 def rule_of(module: nn.Module) -> Rule | None:
+    """Return the rule that serves a module; None: it runs again."""
     plain = "forward" not in module.__dict__ and "_conv_forward" not in module.__dict__
     if not plain or parametrize.is_parametrized(module):
         return None
@@ -351,4 +330,5 @@ def rule_of(module: nn.Module) -> Rule | None:
 
 
 def rule_named(name: str) -> Rule:
+    """Return a rule by its name, which is the `kind` of its layers."""
     return next(rule for rule in RULES.values() if rule.name == name)

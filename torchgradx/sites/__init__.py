@@ -1,1 +1,1 @@
-"""Where a probe touches a module: by a kernel, by parts that have one, or by running it again."""
+"""Sites: how a probe records a module, by its kernel, by projections, or by running it again."""

@@ -1,8 +1,8 @@
-"""nn.MultiheadAttention as the Linears that it is made of.
+"""Sites of nn.MultiheadAttention: its projections are recorded as Linears, see layers/attention.py.
 
-Its forward is the framework's own, in which the projections alone are ours. They use rows of
-in_proj_weight: all of them at once where query, key and value are the same tensor, else in two or
-three parts, each used once.
+The stock forward runs, with our functions in place of the projections: a copy of the function has
+globals in which other functions have these names. All projections get [T, N, *] here, whatever
+batch_first is: the stock forward transposes before them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if ops.NATIVE:
     from .. import _C
 
 
-class Part:
-    """One of them, in a module of an attached model."""
+class Projection:
+    """One projection of an attached module."""
 
     def __init__(self, site: Any, index: int, layer: Any, declared: int, fused: bool) -> None:
         self._site, self._index, self._declared, self._fused = site, index, declared, fused
@@ -44,81 +44,89 @@ class Part:
         return out
 
     def count(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Count a use whose forward was not recorded: it will run again."""
+        """Count a use without recording it: a checkpoint will run the forward again."""
         _C.count(self._site, x, weight, bias)
 
 
-class _Forward:
-    """One call of a module. All projections see [T, N, *], whatever batch_first says."""
+class _Call:
+    """One call of a module."""
 
-    def __init__(self, module: Any, roles: Mapping[str, Part], recorder: Any) -> None:
-        self._module, self._roles, self._recorder = module, roles, recorder
-        self._batch = -1
-        own: dict[str, Any] = {"_in_projection_packed": self._packed, "_in_projection": self._apart}
-        own.update(linear=self._output, has_torch_function=lambda tensors: False)
-        self._attention = _with(F.multi_head_attention_forward, own)
+    def __init__(self, module: Any, projections: Mapping[str, Projection], recorder: Any) -> None:
+        self._module, self._projections, self._recorder = module, projections, recorder
+        self._batch = -1  # of the input; -1: no projection of ours has run
 
-    def __call__(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
-        functional = {**vars(F), "multi_head_attention_forward": self._attention}
-        forward = _with(stock.forward, {"F": SimpleNamespace(**functional)})
-        found = forward(self._module, *args, **kwargs)
-        if self._batch < 0:  # in one kernel, as where no gradient is wanted
-            x = args[0] if args else kwargs["query"]
+    def run(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the stock class's forward with our projections."""
+        own: dict[str, Any] = {"_in_projection_packed": self._project_packed}
+        own.update(_in_projection=self._project_separate, linear=self._project_output)
+        # A subclass of Tensor would otherwise have F's own function called again.
+        own["has_torch_function"] = lambda tensors: False
+        attention = _with_globals(F.multi_head_attention_forward, own)
+        functional = {**vars(F), "multi_head_attention_forward": attention}
+        forward = _with_globals(stock.forward, {"F": SimpleNamespace(**functional)})
+        out = forward(self._module, *args, **kwargs)
+        if self._batch < 0:  # one fused kernel ran, as under no_grad
             m = self._module
+            x = args[0] if args else kwargs["query"]
             x = x.transpose(0, 1) if m.batch_first else x
-            self._roles[SELF].count(x, m.in_proj_weight, m.in_proj_bias)
-            self._roles[OUT].count(x, m.out_proj.weight, m.out_proj.bias)
-        return found
+            self._projections[SELF].count(x, m.in_proj_weight, m.in_proj_bias)
+            self._projections[OUT].count(x, m.out_proj.weight, m.out_proj.bias)
+        return out
 
-    def _packed(
+    def _project_packed(
         self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None
     ) -> Sequence[Tensor]:
+        """Project by the rows of one weight, in as many parts as the stock function uses."""
         roles = THREE if k is not v else TWO if q is not k else (SELF,)
-        turn = iter(roles)
-        linear = self._linear(lambda: next(turn))
-        project = _with(vars(F)["_in_projection_packed"], {"linear": linear})
-        return self._enclosed(roles, q, partial(project, q, k, v, w, b))
+        names = {"linear": self._linear(roles)}
+        project = _with_globals(vars(F)["_in_projection_packed"], names)
+        return self._enclose(roles, q, partial(project, q, k, v, w, b))
 
-    def _apart(self, *operands: Any) -> Sequence[Tensor]:
+    def _project_separate(self, *operands: Any) -> Sequence[Tensor]:
+        """Project by three weights, given query, key, value and these."""
         inputs, weights = operands[:3], operands[3:6]
         bias = self._module.in_proj_bias
-        turn = iter(THREE)
-        linear = self._linear(lambda: next(turn))
+        linear = self._linear(THREE)
 
         def project() -> list[Tensor]:
             biases = (None,) * 3 if bias is None else bias.chunk(3)
             return list(map(linear, inputs, weights, biases))
 
-        return self._enclosed(THREE, inputs[0], project)
+        return self._enclose(THREE, inputs[0], project)
 
-    def _enclosed(
+    def _enclose(
         self, roles: Sequence[str], q: Tensor, project: Callable[[], Sequence[Tensor]]
     ) -> Sequence[Tensor]:
-        """Enclose the nodes of a use that split off parts of a parameter, which nothing counts."""
+        """Project, and leave the nodes that split a parameter out of the count of its edges."""
         self._batch = q.shape[1]
         if roles == (SELF,):
             return project()
-        # Asked first: once a checkpoint's calls have all come again, no pass is left to find.
+        # Asked before: after a checkpoint's last recomputed use, there is no pass any more.
         run, first = self._recorder.current(), torch.autograd._get_sequence_nr()
-        found = project()
+        out = project()
         if run is not None:
-            run.enclose([place for role in roles for place in self._roles[role].places], first)
-        return found
+            run.enclose(
+                [place for role in roles for place in self._projections[role].places], first
+            )
+        return out
 
-    def _linear(self, role: Callable[[], str]) -> Callable[..., Tensor]:
+    def _linear(self, roles: Sequence[str]) -> Callable[..., Tensor]:
+        """Return a linear function that applies the projection of the next role at each call."""
+        turn = iter(roles)
+
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            return self._roles[role()](self._recorder.current(), x, weight, bias)
+            return self._projections[next(turn)](self._recorder.current(), x, weight, bias)
 
         return linear
 
-    def _output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _project_output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         steps = len(x) // max(1, self._batch)
         rows = x.unflatten(0, (steps, self._batch))
-        return self._roles[OUT](self._recorder.current(), rows, weight, bias).flatten(0, 1)
+        return self._linear((OUT,))(rows, weight, bias).flatten(0, 1)
 
 
-def _with(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return a function of the framework's that finds other things under these names."""
+def _with_globals(function: Any, names: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return a copy of a function that finds other objects under these global names."""
     scope = {**function.__globals__, **names}
     return FunctionType(function.__code__, scope, function.__name__, _defaults(function))
 
@@ -129,15 +137,14 @@ def _defaults(function: Callable[..., Any]) -> tuple[Any, ...]:
     return tuple(p.default for p in parameters if p.default is not p.empty)
 
 
-def attending(recorder: Any) -> Callable[..., Callable[..., Any]]:
-    def forward_of(stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            roles = sites.get(id(self))
-            if roles is None or recorder.current() is None:
-                return stock.forward(self, *args, **kwargs)
-            return _Forward(self, roles, recorder)(stock, *args, **kwargs)
+def attention_forward_of(recorder: Any, stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
+    """Return a forward for `make_subclass`. sites: projections by role, by the module's id."""
 
-        forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-        return forward
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        projections = sites.get(id(self))
+        if projections is None or recorder.current() is None:
+            return stock.forward(self, *args, **kwargs)
+        return _Call(self, projections, recorder).run(stock, *args, **kwargs)
 
-    return forward_of
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return forward

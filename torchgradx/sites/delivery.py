@@ -1,4 +1,8 @@
-"""Gradients by sample of a module that runs again, from what its backward brings to its outputs."""
+"""Backward of a module that runs again: from its outputs' gradients to gradients by sample.
+
+A use (recorded in rerun.py) collects a backward's gradients until all have arrived. Then the pass
+gets gradients by sample from a closed form, from expert products, or by running the module again.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,10 @@ from ..layers.rules import Layer
 from ..layers.table import declared_layout
 from ..refusals import RefusedError, cause
 from ..sharding import is_sharded
-from .context import Context
-from .experts import Served
-from .fallback import CLOSED, Call, Kept, per_sample_gradients, terms_of_bias
-from .packed import counts_rows
+from .experts import ExpertUse
+from .fallback import CLOSED_FORMS, Call, ClipCall, bias_term_size, per_sample_gradients
+from .native import Context
+from .packed import row_dims
 from .regime import Outcome, Regime
 from .several import without_inner_grads
 from .stand_in import stand_in
@@ -34,28 +38,28 @@ from .stand_in import stand_in
 
 @dataclass
 class RerunUse:
-    """A call of a module, without its graph."""
+    """One call of a module, without its graph."""
 
-    run: Any
-    number: int  # among the uses of the run
-    parameters: dict[int, Tensor]  # that are trained, by place
+    run: Any  # the pass
+    number: int  # index among the uses of the pass; -1: in a recomputation
+    parameters: dict[int, Tensor]  # trained ones, by place
     regime: Regime
-    first: torch.Size  # of the output whose rows are proven
-    samples: Tensor | None = None  # of each row of the first output, where it is packed
+    first_shape: torch.Size  # of the output whose layout is the use's
+    samples: Tensor | None = None  # of each row of the first output, if it is packed
     drew: bool = False  # random numbers
-    several: bool = False  # nodes that the outputs are of
-    inner: set[int] = field(default_factory=set)  # outputs that others are made from
-    outcomes: Sequence[Outcome | None] = ()  # of the forward, where it is a user's
-    products: Served | None = None  # by which its parameters are all used, see experts.py
-    arrivals: list[int] = field(default_factory=list)  # the backward, once a node that has been
+    has_several_nodes: bool = False  # which made the outputs
+    inner: set[int] = field(default_factory=set)  # outputs that others are computed from
+    outcomes: Sequence[Outcome | None] = ()  # of a user's forward
+    products: ExpertUse | None = None  # all uses of its parameters, if they are expert products
+    arrivals: list[int] = field(default_factory=list)  # the backward, once for each node reached
 
     def save(self, module: nn.Module, arguments: Any, outputs: list[Tensor], eps: float) -> None:
-        """Save what runs again. eps: of the coarsest gradient inside."""
+        """Save what running again needs. eps: the coarsest rounding unit of its gradients."""
         leaves, spec = tree_flatten(arguments)
         self.module, self.eps = module, eps
         self.arguments, self.spec = [save_leaf(leaf) for leaf in leaves], spec
         self.drew = self.regime.drew
-        self.hooked = saves_through_hooks()
+        self.saves_through_hooks = saves_through_hooks()
         self.shapes = [t.shape for t in outputs]
         self.grads: list[Tensor | None] = [None] * len(outputs)
 
@@ -64,14 +68,14 @@ class RerunUse:
         return list(self.parameters)
 
     def take_grads(self) -> list[Tensor | None]:
-        """Return what has arrived, and forget it."""
+        """Return the gradients that have arrived, by output, and forget them."""
         self.arrivals.clear()
         grads, self.grads = self.grads, [None] * len(self.grads)
         return grads
 
 
 class Delivery:
-    """The backward of a site whose module runs again, see rerun.py."""
+    """Backward of a site whose module runs again."""
 
     def __init__(self, module: nn.Module, layer: Layer, index: int, context: Context) -> None:
         self.layer, self.declared = layer, declared_layout(layer, context.options)
@@ -79,15 +83,15 @@ class Delivery:
         self._recorder, self._audit = context.recorder, context.audit
         self._batch_dim = context.options["batch_dim"]
         prefix = f"{layer.name}." if layer.name else ""
-        self._own: dict[int, str] = {}
-        for key in own_names(module):
-            self._own.setdefault(context.parameters.place(prefix + key), key)
-        self._closed = CLOSED.get(layer.kind)
-        self._lifted = False  # its latest use was served at the graph's nodes
+        self._names: dict[int, str] = {}  # of its parameters, by place
+        for name in own_names(module):
+            self._names.setdefault(context.parameters.place(prefix + name), name)
+        self._closed_form = CLOSED_FORMS.get(layer.kind)
+        self._was_lifted = False  # the latest use was served at graph nodes, by shared/lift.py
 
     @property
     def presumed(self) -> int:
-        """Return the unproven layout: declared, as the module says, or `batch_dim`."""
+        """Return the unproven layout: declared, the module's own, or by `batch_dim`."""
         if self.declared >= 0:
             return self.declared
         if self.fixed:
@@ -103,8 +107,10 @@ class Delivery:
     def _arrive(
         self, use: RerunUse, needed: list[int], ends: list[tuple[int, int]], incoming: Any
     ) -> None:
+        """Take the gradients of a node that made outputs; settle the use once all have arrived.
+        needed: places below the node. ends: (output of the module, output of the node)."""
         task = torch._C._current_graph_task_id()
-        if use.arrivals and use.arrivals[-1] != task:  # of a backward that did not end
+        if use.arrivals and use.arrivals[-1] != task:  # that backward did not end
             use.take_grads()
         if not use.run.arrive(needed, True):
             return
@@ -113,49 +119,53 @@ class Delivery:
             use.grads[k] = None if g is None else g.reshape(use.shapes[k])
         use.arrivals.append(task)
         if torch.is_grad_enabled():
-            return  # create_graph: refused when read
-        if not use.several:
+            return  # create_graph: refused when norms are read
+        if not use.has_several_nodes:
             self._settle(use)
-        elif len(use.arrivals) == 1:  # the others may come, or not: wait for the end
+        elif len(use.arrivals) == 1:  # other nodes may follow or not: wait for the end
             use.module = stand_in(self._module, weights=True)
-            if any(map(use.run.waits, use.places)):  # all uses have arrived before any is in
+            if any(map(use.run.waits, use.places)):  # combine them when norms are read
                 use.run.keep = True
             at_the_end(partial(self._settle, use))
 
     @untraced
     def _settle(self, use: RerunUse) -> None:
-        """Deliver what a backward brought, or refuse."""
+        """Deliver a backward's gradients, or refuse them."""
         grads = use.take_grads()
         if all(g is None for g in grads):
             return
         arguments: Any = None
-        if len(use.arguments) < use.spec.num_leaves:
+        if len(use.arguments) < use.spec.num_leaves:  # cleared below
             self._recorder.refuse(self._index, "several_backwards")
             return
         try:
             arguments = tree_unflatten([restore_leaf(leaf) for leaf in use.arguments], use.spec)
             self._deliver(use, grads, arguments)
-        except Exception as error:  # never from inside backward()
-            if use.hooked and arguments is None:
-                raise  # but as without us, where a checkpoint cannot run its layers again
+        except Exception as error:  # must not fail the user's backward
+            if use.saves_through_hooks and arguments is None:
+                raise  # a checkpoint could not recompute: the user's backward fails as well
             if ops.NATIVE and not use.run.reaches(use.places):
-                return  # it has parameters that it does not use
+                return  # this graph does not use the parameters
             sharded = is_sharded(use.module.parameters())
-            self._failed(RefusedError("sharded_apart") if sharded else error)
+            self._refuse_error(RefusedError("sharded_apart") if sharded else error)
         if not use.run.retained:
             use.arguments.clear()
-        if use.several:  # after all that is queued already
+        if use.has_several_nodes:  # after callbacks that are queued already
             at_the_end(partial(self._audit.compare_deferred, use.places))
 
     def _deliver(self, use: RerunUse, grads: list[Tensor | None], arguments: Any) -> None:
-        """Give the pass the gradients by sample, from whatever has them."""
-        run, layout, samples = use.run, self._layout_of(use), use.samples
-        if layout == SHARED:
-            self._lifted = ops.NATIVE and not use.drew  # else listening makes nodes, and is missed
-            return  # lift.py brings its gradients by sample
-        if layout >= SEGMENTS:  # replayed, whatever the module does with rows
+        """Give the pass gradients by sample, from the first source that has them."""
+        run, samples = use.run, use.samples
+        is_proven = self.declared < 0 and 0 <= use.number < len(run.layouts)
+        layout = run.layouts[use.number] if is_proven else self.presumed
+        if layout == SHARED:  # shared/lift.py delivers
+            # Later calls are saved late or never (`postpone`): not where that needs random state,
+            # or makes graph nodes.
+            self._was_lifted = ops.NATIVE and not use.drew
+            return
+        if layout >= SEGMENTS:
             samples, layout = run.segments[layout - SEGMENTS].owners, SEGMENTS
-            if not all(g is None or counts_rows(g, len(samples)) for g in grads):
+            if not all(g is None or row_dims(g, len(samples)) for g in grads):
                 raise RefusedError(cause("segments_kind", kind="module of outputs of other rows"))
         if layout == NOWHERE:
             if any(g is not None and bool(g.any()) for g in grads):
@@ -166,44 +176,37 @@ class Delivery:
             self._audit.deliver(use.places)
             self.layer.notes["products"] = None
             return
-        if self._is_unproven(use):
-            where = {"n": run.n, "shape": list(use.first), "name": self.layer.name}
-            self._recorder.refuse(self._index, cause("unproven", **where, more="reentrant"))
+        is_said = self.fixed or self.declared >= 0
+        if use.number < 0 and len(use.shapes) > 1 and run.n > 1 and not is_said:
+            shape = list(use.first_shape)
+            why = cause("unproven", n=run.n, shape=shape, name=self.layer.name, more="reentrant")
+            self._recorder.refuse(self._index, why)
             return
-        names = [self._own[place] for place in use.places]
-        how = layout, use.first, use.regime, samples, use.outcomes
-        call = Call(use.module, names, arguments, grads, run.n, *how)
+        names = [self._names[place] for place in use.places]
+        rest = layout, use.first_shape, use.regime, samples, use.outcomes
+        call = Call(use.module, names, arguments, grads, run.n, *rest)
         if any(grads[k] is not None for k in use.inner):
-            call = without_inner_grads(call, use.inner, self._silent)
-        by_name = self._closed(call) if self._closed else None
+            call = without_inner_grads(call, use.inner, self._unrecorded)
+        by_name = self._closed_form(call) if self._closed_form else None
         if by_name is None:
             self._deliver_chunks(use, call)
             return
         gradients = [by_name[name] for name in names]
-        self._compare(use, call, gradients)
+        self._record_sums(use, call, gradients)
         for place, g in zip(use.places, gradients, strict=True):
             deliver(run, self._recorder, place, g)
 
-    def _layout_of(self, use: RerunUse) -> int:
-        proven = self.declared < 0 and 0 <= use.number < len(use.run.layouts)
-        return use.run.layouts[use.number] if proven else self.presumed
-
-    def _is_unproven(self, use: RerunUse) -> bool:
-        """Return True for several outputs of which nothing proved where their samples are."""
-        is_said = self.fixed or self.declared >= 0
-        return use.number < 0 and len(use.shapes) > 1 and use.run.n > 1 and not is_said
-
     def _deliver_chunks(self, use: RerunUse, call: Call) -> None:
-        """Run the module again, and give the pass the gradients of so many samples at a time."""
+        """Run the module again, and give the pass the gradients of some samples at a time."""
         run, places = use.run, use.places
         if self._recorder.books:
-            run.book(Kept(call, places, self._silent))
+            run.book(ClipCall(call, places, self._unrecorded))
         waits = [run.waits(place) for place in places]
         directions = [run.directions[place] if run.directions else None for place in places]
-        columns: list[list[Tensor]] = [[] for _ in places]
+        columns: list[list[Tensor]] = [[] for _ in places]  # gradients if it waits, else norms
         dots: list[Tensor] = []
-        for _, gradients in per_sample_gradients(call, self._silent, self.layer.notes):
-            self._compare(use, call, gradients)
+        for _, gradients in per_sample_gradients(call, self._unrecorded, self.layer.notes):
+            self._record_sums(use, call, gradients)
             products = [along(g, v).double() for g, v in zip(gradients, directions, strict=True)
                         if v is not None]  # fmt: skip
             dots += [torch.stack(products).sum(0)] if products else []
@@ -211,38 +214,37 @@ class Delivery:
                 column.append(g if waiting else sq_norms(g))
         for place, waiting, column in zip(places, waits, columns, strict=True):
             whole = torch.cat(column) if len(column) > 1 else next(iter(column), torch.zeros(0))
-            if waiting:
-                run.add(place, whole)
-            else:
-                run.finish(place, whole)
+            (run.add if waiting else run.finish)(place, whole)
         if dots:
             run.add_dots(torch.cat(dots))
 
-    def _compare(self, use: RerunUse, call: Call, gradients: Sequence[Gradients]) -> None:
-        """Add sums over samples to what is compared with the gradients received, if it is."""
+    def _record_sums(self, use: RerunUse, call: Call, gradients: Sequence[Gradients]) -> None:
+        """Record sums over samples, with a bound of their rounding, for parameters whose received
+        gradient is compared."""
         always, auditing, n = self._audit.always, self._recorder.auditing, use.run.n
         compared = [auditing or place in always for place in use.places]
         if not any(compared):
             return
-        alone = sum(float(sq_norms(g).sqrt().sum()) for g in gradients)
-        every = sum(map(size, gradients)) * n
+        norms = sum(float(sq_norms(g).sqrt().sum()) for g in gradients)
+        terms = sum(map(size, gradients)) * n
         for k, (place, g) in enumerate(zip(use.places, gradients, strict=True)):
             if compared[k]:
                 parameter = parameter_of(use.module, call.names[k])
                 summed = total(g) if parameter is None else total(g).view_as(parameter)
-                terms = every + terms_of_bias(call, call.names[k]) * len(g) / n
-                kinds = {use.regime.autocast or summed.dtype}
-                kinds.update(g.dtype for g in call.grads if g is not None)
-                rounding = terms * max(torch.finfo(kind).eps for kind in kinds)
-                rounding += alone * use.eps / 32  # of 64
+                bias_terms = bias_term_size(call, call.names[k]) * len(g) / n
+                dtypes = {use.regime.autocast or summed.dtype}
+                dtypes.update(g.dtype for g in call.grads if g is not None)
+                rounding = (terms + bias_terms) * max(torch.finfo(dtype).eps for dtype in dtypes)
+                rounding += norms * use.eps / 32  # of which the audit allows 64
                 self._recorder.add_recorded(place, summed, rounding)
 
-    def _failed(self, error: Exception) -> None:
+    def _refuse_error(self, error: Exception) -> None:
         why = cause("failed", error=f"{type(error).__name__}: {error}")
-        self._recorder.refuse(self._index, getattr(error, "cause", why))  # a RefusedError's
+        self._recorder.refuse(self._index, getattr(error, "cause", why))
 
     @contextlib.contextmanager
-    def _silent(self) -> Iterator[None]:
+    def _unrecorded(self) -> Iterator[None]:
+        """Record nothing inside, on this thread."""
         self._recorder.push(None)
         try:
             yield

@@ -1,9 +1,9 @@
-"""Per-sample gradients of a module that has no kernel: vmap over its own gradient, a replay, or a
-closed form.
+"""Gradients by sample of a module without a kernel: by vmap, by a replay, or in closed form.
 
-The first two run the module's forward again on its inputs, and pull back the gradient of its
-outputs. Where vmap has no rule (recurrent layers, custom Functions, dropout), the whole batch is
-replayed once with its random state, and each sample's gradient is one vector-Jacobian product.
+vmap and the replay run the module's forward again on its inputs, and pull back its outputs'
+gradients. vmap maps one sample's gradient over the batch. Where it has no rule (recurrent layers,
+custom Functions, dropout), the whole batch is replayed once with its random state, and one
+vector-Jacobian product is taken for each sample.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -33,8 +34,8 @@ from .packed import as_rows
 from .regime import OtherOutputsError, Outcome, Regime, require_same
 from .stand_in import copy_state, stand_in, swap_tensors
 
-Silent = Callable[[], contextlib.AbstractContextManager[None]]
-Chunks = Iterator[tuple[slice, list[Tensor]]]
+Unrecorded = Callable[[], contextlib.AbstractContextManager[None]]  # nothing inside is recorded
+Chunks = Iterator[tuple[slice, list[Tensor]]]  # samples, and gradients [n, *shape] by parameter
 
 CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
 TABLES = ("EmbeddingBackward0", "EmbeddingBagBackward0")
@@ -42,32 +43,30 @@ TABLES = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module, as its backward finds it."""
+    """One call of a module, and the gradients of its outputs."""
 
     module: nn.Module
     names: Sequence[str]  # of the parameters, within the module
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    grads: Sequence[Tensor | None]  # by output tensor
+    grads: Sequence[Tensor | None]  # by output
     n: int
     layout: int
-    first: Sequence[int]  # sizes of its first output
+    first_shape: Sequence[int]  # of the output that has this layout
     regime: Regime
-    samples: Tensor | None = None  # of each row of the first output, where it is packed
-    outcomes: Sequence[Outcome | None] = ()  # of its forward, by output tensor
+    samples: Tensor | None = None  # of each row of the first output, if it is packed
+    outcomes: Sequence[Outcome | None] = ()  # of the forward, by output; empty: not compared
 
     @property
     def lead(self) -> int:
         """Return the dimension of the samples in the first output: 0, or 1 of [T, N, ...]."""
         if isinstance(self.module, CHANNELS_FIRST):
-            return 0  # rows t*N+n: the second dimension is of channels
-        return int(self.layout == SEQUENCE and len(self.first) > 2 and self.first[1] == self.n)
-
-
-Form = Callable[[Call], dict[str, Gradients] | None]  # by parameter
+            return 0  # in rows t*N+n, since the second dimension is of channels
+        shape = self.first_shape
+        return int(self.layout == SEQUENCE and len(shape) > 2 and shape[1] == self.n)
 
 
 class _Forward(nn.Module):
-    """The module's forward, after the hooks that make its weight (weight_norm of old)."""
+    """A stand-in's forward, after its hooks that compute a weight (torch.nn.utils.weight_norm)."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -79,49 +78,49 @@ class _Forward(nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
-def per_sample_gradients(call: Call, silent: Silent, notes: dict[str, str | None]) -> Chunks:
-    """Yield gradients [n, *shape], one a parameter, for so many samples at a time.
-
-    `silent` keeps what runs again from being recorded. `notes` get "vmap" or "replay".
-    """
+def per_sample_gradients(
+    call: Call, unrecorded: Unrecorded, notes: dict[str, str | None]
+) -> Chunks:
+    """Yield gradients by vmap, else by a replay. notes: get "vmap" or "replay"."""
     done = 0
     try:
-        with silent(), call.regime.again():
-            for chunk, found in _by_vmap(copy_to_run(call)):
+        with unrecorded(), call.regime.again():
+            for chunk, gradients in _run_vmap(copy_to_run(call)):
                 notes["vmap"] = None
-                yield chunk, found
+                yield chunk, gradients
                 done = chunk.stop
         return
-    except Exception as error:  # of any kind, or it rounds otherwise
+    except Exception as error:
         if isinstance(error, OtherOutputsError) and error.gross:
-            raise  # else the replay's error is the one to show
+            raise  # samples depend on each other; after other errors a replay may succeed
     notes["replay"] = None
-    with silent(), call.regime.again():
-        for chunk, found in _by_replay(copy_to_run(call)):
+    with unrecorded(), call.regime.again():
+        for chunk, gradients in _run_replay(copy_to_run(call)):
             if chunk.start >= done:
-                yield chunk, found
+                yield chunk, gradients
 
 
 def dim_of(call: Call, t: Tensor) -> int:
-    """Return the dimension of the samples in an argument or an output."""
+    """Return the dimension of the samples in an argument or in an output's gradient."""
     args, kwargs = call.arguments
     data = args[0] if args else kwargs.get("input")
     if isinstance(call.module, nn.RNNBase) and t is not data and t is not call.grads[0]:
-        return t.dim() - 2  # a state [layers, N, H], whatever batch_first says
+        return t.dim() - 2  # a state [layers, N, H], whatever batch_first is
     attends = isinstance(call.module, nn.MultiheadAttention)
     if attends and (t.dim() == 2 or any(t is g for g in call.grads[1:])):
-        return 0  # weights [N, ...] and a mask [N, S], whatever batch_first says
-    dim = call.lead if t.dim() > 2 or list(t.shape[:2]) == list(call.first[:2]) else 0
-    whole = t.dim() > 2 and call.first[call.lead] == call.n != t.shape[dim]
-    elsewhere = whole and t.shape[1 - dim] == call.n and any(t is g for g in call.grads)
-    return 1 - dim if elsewhere else dim  # a state [1, N, H] beside [N, T, H]
+        return 0  # attention weights [N, ...] and a mask [N, S], whatever batch_first is
+    first = call.first_shape
+    dim = call.lead if t.dim() > 2 or list(t.shape[:2]) == list(first[:2]) else 0
+    differs = t.dim() > 2 and first[call.lead] == call.n != t.shape[dim]
+    is_state = differs and t.shape[1 - dim] == call.n and any(t is g for g in call.grads)
+    return 1 - dim if is_state else dim  # [1, N, H] beside an output [N, T, H]
 
 
-def _pieces(call: Call, t: Tensor) -> Tensor | None:
-    """[N, *a valid input of the module], or None for a tensor that all samples share."""
+def _split_samples(call: Call, t: Any) -> Tensor | None:
+    """Return an argument or gradient as [N, *shape for one sample]; None: all samples share it."""
     if not isinstance(t, Tensor) or t.dim() <= dim_of(call, t):
         return None
-    dim, count = dim_of(call, t), call.first[call.lead]
+    dim, count = dim_of(call, t), call.first_shape[call.lead]
     if dim == 1:
         return t.movedim(1, 0).unsqueeze(2) if t.shape[1] == call.n else None
     if t.shape[0] != count:
@@ -133,14 +132,14 @@ def _pieces(call: Call, t: Tensor) -> Tensor | None:
     return t.unflatten(0, (-1, call.n)).transpose(0, 1)
 
 
-def _by_vmap(call: Call) -> Chunks:
+def _run_vmap(call: Call) -> Chunks:
     """Map the gradient of one sample over the batch, and compare the outputs."""
     if call.samples is not None:
         raise ValueError("a packed sequence has no dimension of samples")
     module = _Forward(call.module)
     leaves, spec = tree_flatten(call.arguments)
-    pieces = [_pieces(call, leaf) for leaf in leaves]
-    arrived = {k: _pieces(call, g) for k, g in enumerate(call.grads) if g is not None}
+    pieces = [_split_samples(call, leaf) for leaf in leaves]
+    arrived = {k: _split_samples(call, g) for k, g in enumerate(call.grads) if g is not None}
     grads = [g for g in arrived.values() if g is not None]
     if len(grads) < len(arrived):
         raise ValueError("an output's samples are elsewhere than in the first")
@@ -151,56 +150,52 @@ def _by_vmap(call: Call) -> Chunks:
     def objective(
         parameters: dict[str, Tensor], leaves: list[Any], grads: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
+        """Return a number whose gradient is what one sample's `grads` pull back to; outputs."""
         args, kwargs = tree_unflatten(leaves, spec)
-        outputs = tensors_in(functional_call(module, parameters, args, kwargs))
-        outputs = [outputs[k] for k in arrived]
-        return _pulled_back(outputs, grads), outputs if call.outcomes else []
+        every = tensors_in(functional_call(module, parameters, args, kwargs))
+        outputs, number = [every[k] for k in arrived], torch.zeros(())
+        for out, g in zip(outputs, grads, strict=True):
+            if out.shape != g.shape:
+                raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
+            wide = torch.promote_types(out.dtype, torch.float32)
+            number = number + (out.to(wide) * g.to(wide)).sum()
+        return number, outputs if call.outcomes else []
 
     dims = [None if piece is None else 0 for piece in pieces]
     mapped = vmap(grad(objective, has_aux=True), in_dims=(None, dims, 0), randomness="error")
+    # The outputs, filled chunk by chunk: nan, which is not compared, until a sample has run.
     compared = [g if call.outcomes else None for g in call.grads]
     wholes = [None if g is None else torch.full_like(g, torch.nan) for g in compared]
-    within = replace(call, grads=wholes)
-    shares: list[Any] = [_pieces(within, t) for t in wholes if t is not None]
+    within = replace(call, grads=wholes)  # dim_of knows gradients by identity
+    views: list[Any] = [_split_samples(within, t) for t in wholes if t is not None]
     for chunk in chunks(call.n, sum(p.numel() for p in parameters.values()), GRADIENT_ELEMENTS):
         here = [leaf if piece is None else piece[chunk]
                 for leaf, piece in zip(leaves, pieces, strict=True)]  # fmt: skip
-        found, outputs = mapped(parameters, here, [g[chunk] for g in grads])
-        for share, out in zip(shares, outputs, strict=False):
-            share[chunk] = out
+        gradients, outputs = mapped(parameters, here, [g[chunk] for g in grads])
+        for view, out in zip(views, outputs, strict=False):
+            view[chunk] = out
         require_same(call.outcomes, wholes)
-        yield chunk, [found[name] for name in names]
+        yield chunk, [gradients[name] for name in names]
 
 
-def _pulled_back(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Tensor:
-    """Return a number whose gradient is what these gradients of the outputs pull back to."""
-    total = torch.zeros(())
-    for out, g in zip(outputs, grads, strict=True):
-        if out.shape != g.shape:
-            raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")
-        wide = torch.promote_types(out.dtype, torch.float32)
-        total = total + (out.to(wide) * g.to(wide)).sum()
-    return total
-
-
-def terms_of_bias(call: Call, name: str) -> float:
-    """Return the size of the terms that a bias's gradient sums: a normalisation's cancel."""
+def bias_term_size(call: Call, name: str) -> float:
+    """Return the size of the terms that a stock module's bias gradient sums; 0.0: not a bias. Below
+    a normalisation they cancel, and the rounding is far larger than that of the sum."""
     if name != "bias" or not type(call.module).__module__.startswith("torch.nn.modules."):
         return 0.0
     bias: Any = call.module.bias
 
     def size(g: Tensor) -> float:
-        """The framework may add one term after the other: rounding grows with their number."""
+        # PyTorch may add one term after the other: rounding grows with their number.
         length = max(1.0, g.numel() / max(1, bias.numel()) / 1024)
         return float(g.double().norm()) * g.numel() ** 0.5 * length
 
     return sum(size(g) for g in call.grads if g is not None)
 
 
-def _owners(call: Call, t: Tensor, packed: bool) -> Tensor:
-    """Return the sample of each row of an argument or an output, as a tensor beside it; -1 for rows
-    of none. `packed`: it has the rows of a packed sequence, if there is one."""
-    if call.samples is not None and (packed or call.layout == SEGMENTS):
+def _samples_of(call: Call, t: Tensor) -> Tensor:
+    """Return the sample of each row of an output's gradient, broadcastable to it; -1: of none."""
+    if call.samples is not None and (t is call.grads[0] or call.layout == SEGMENTS):
         return as_rows(call.samples, t)
     if call.n == 1:
         return torch.zeros([1] * t.dim(), dtype=torch.long, device=t.device)
@@ -211,118 +206,109 @@ def _owners(call: Call, t: Tensor, packed: bool) -> Tensor:
     if rest:
         raise RefusedError(cause("not_found", shape=list(t.shape), n=call.n))
     samples = torch.arange(call.n, device=t.device)
-    minor = each > 1 and call.layout != BATCH
-    rows = samples.repeat(each) if minor else samples.repeat_interleave(each)
+    in_turns = each > 1 and call.layout != BATCH  # rows t*N+n
+    rows = samples.repeat(each) if in_turns else samples.repeat_interleave(each)
     return rows.view([-1 if d == dim else 1 for d in range(t.dim())])
 
 
-class Kept:
-    """A call kept for clipping: it runs once more."""
+class ClipCall:
+    """A call that clipping runs once more."""
 
     runs_again = True
 
-    def __init__(self, call: Call, places: list[int], silent: Silent) -> None:
-        self.parameters, self._call, self._silent = places, copy_to_keep(call), silent
-        kept = [*tree_leaves(call.arguments), *call.module.parameters(), *self._call.grads]
-        self._versions = Versions(t for t in kept if isinstance(t, Tensor))
+    def __init__(self, call: Call, places: list[int], unrecorded: Unrecorded) -> None:
+        self.parameters, self._call, self._unrecorded = places, copy_to_keep(call), unrecorded
+        leaves = [*tree_leaves(call.arguments), *call.module.parameters(), *self._call.grads]
+        self._versions = Versions(t for t in leaves if isinstance(t, Tensor))
 
     @property
     def intact(self) -> bool:
+        """Return True if nothing was written into what it keeps."""
         return self._versions.stand()
 
     def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
+        """Return sums over samples, each times its factor [N], for the parameters at `places`."""
         by_name = dict(self._call.module.named_parameters(remove_duplicate=False))
         sums = [torch.zeros_like(by_name[name], requires_grad=False) for name in self._call.names]
-        for chunk, gradients in per_sample_gradients(self._call, self._silent, {}):
+        for chunk, gradients in per_sample_gradients(self._call, self._unrecorded, {}):
             terms = (weighted(g, factors[chunk]).view_as(g[0]) for g in gradients)
             sums = list(map(torch.add, sums, terms))
         return [g for place, g in zip(self.parameters, sums, strict=True) if place in places]
 
 
 def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs of a stand-in, in a new graph, and the parameters that they end in."""
+    """Run a stand-in in a new graph; return its outputs, and its parameters, leaves of that graph.
+    Raise OtherOutputsError if an output with a gradient is not the forward's."""
     args, kwargs = call.arguments
     by_name = dict(call.module.named_parameters(remove_duplicate=False))
     parameters = [by_name[name].detach().requires_grad_() for name in call.names]
-    swap_tensors(
-        call.module, {id(by_name[n]): p for n, p in zip(call.names, parameters, strict=True)}
-    )
+    swaps = {id(by_name[name]): p for name, p in zip(call.names, parameters, strict=True)}
+    swap_tensors(call.module, swaps)
     with torch.enable_grad():
         outputs = tensors_in(_Forward(call.module)(*args, **kwargs))
-    both = zip(outputs, call.grads, strict=False)
-    require_same(call.outcomes, [t if g is not None else None for t, g in both])
+    pairs = zip(outputs, call.grads, strict=False)
+    require_same(call.outcomes, [t if g is not None else None for t, g in pairs])
     return outputs, parameters
 
 
-def _by_replay(call: Call) -> Chunks:
+def _run_replay(call: Call) -> Chunks:
+    """Run the whole batch again, and take one vector-Jacobian product for each sample."""
     outputs, parameters = run_again(call)
-    if call.n > 1:
-        _same_alone(outputs)
-    both = zip(outputs, call.grads, strict=True)  # of others' parameters, an output has no graph
-    pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
-    owners = [_owners(call, g, g is call.grads[0]) for _, g in pairs]
-    for chunk in chunks(call.n, sum(p.numel() for p in parameters), GRADIENT_ELEMENTS):
-        found = []
-        for sample in range(chunk.start, chunk.stop):
-            masked = [g.where(of == sample, 0) for (_, g), of in zip(pairs, owners, strict=True)]
-            gradients = torch.autograd.grad(
-                [out for out, _ in pairs],
-                parameters,
-                masked,
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            found.append([g.to_dense() if g.is_sparse else g for g in gradients])
-        yield chunk, [torch.stack(column) for column in zip(*found, strict=True)]
-
-
-def _same_alone(outputs: Sequence[Tensor]) -> None:
-    """Raise where a sample's part in the batch's gradient is not what it would be alone."""
-    for node in nodes_below(t.grad_fn for t in outputs if t.grad_fn is not None):
+    starts = [t.grad_fn for t in outputs if t.grad_fn is not None and call.n > 1]
+    for node in nodes_below(starts):
         if node.name() in TABLES and node._saved_scale_grad_by_freq:
-            raise RefusedError("scale_grad_by_freq")
+            raise RefusedError("scale_grad_by_freq")  # alone, a sample has other counts
+    both = zip(outputs, call.grads, strict=True)  # an output of others' parameters has no graph
+    pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
+    ends, samples = [out for out, _ in pairs], [_samples_of(call, g) for _, g in pairs]
+    vjp = partial(torch.autograd.grad, retain_graph=True, allow_unused=True, materialize_grads=True)
+    for chunk in chunks(call.n, sum(p.numel() for p in parameters), GRADIENT_ELEMENTS):
+        rows = []
+        for n in range(chunk.start, chunk.stop):
+            masked = [g.where(of == n, 0) for (_, g), of in zip(pairs, samples, strict=True)]
+            gradients = vjp(ends, parameters, masked)
+            rows.append([g.to_dense() if g.is_sparse else g for g in gradients])
+        yield chunk, [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
 def copy_to_keep(call: Call) -> Call:
-    """Copy a call to run later: its state, and gradients of one sample, which .grad may share."""
+    """Copy a call to run later: the module's state, and gradients that may become .grad (N = 1)."""
     grads = [g if g is None else g.clone() for g in call.grads] if call.n == 1 else call.grads
     return replace(call, module=stand_in(call.module, weights=False), grads=grads)
 
 
 def copy_to_run(call: Call) -> Call:
-    """Copy a call to run now."""
+    """Copy a call to run now: a stand-in for the module, and arguments but for tensors."""
     copies: dict[int, Any] = {}
-    leaf = lambda v: v if isinstance(v, Tensor) else copy_state(v, copies)  # noqa: E731
-    arguments = tree_map(leaf, call.arguments)
+    copy_leaf = lambda v: v if isinstance(v, Tensor) else copy_state(v, copies)  # noqa: E731
+    arguments = tree_map(copy_leaf, call.arguments)
     return replace(call, module=stand_in(call.module), arguments=arguments)
 
 
-# Closed forms, of modules that have no kernel. None: a call that has none, and runs again.
+# Closed forms: gradients by the parameter's name. None: this call has none, and runs again.
 
 
 def embedding_bag(call: Call) -> dict[str, Gradients] | None:
-    """Return the rows that each sample looks up, for samples of one bag each."""
+    """Return the rows that each sample looks up, if each sample is one bag."""
     g, module = call.grads[0], cast(nn.EmbeddingBag, call.module)
     if g is None or len(g) != call.n:
         return None
-    return {
-        "weight": rows_of_bags(module, g, *_named(call, "input", "offsets", "per_sample_weights"))
-    }
+    arguments = _arguments(call, "input", "offsets", "per_sample_weights")
+    return {"weight": rows_of_bags(module, g, *arguments)}
 
 
 def bilinear(call: Call) -> dict[str, Gradients] | None:
-    """Return a Linear's operands, whose input are all products of the two inputs."""
-    operands = call.grads[0], *_named(call, "input1", "input2")
-    pieces = [_pieces(call, t) for t in operands]
+    """Return the operands of a Linear whose input features are all products of the two inputs."""
+    operands = call.grads[0], *_arguments(call, "input1", "input2")
+    pieces = [_split_samples(call, t) for t in operands]
     if any(piece is None for piece in pieces):
         return None
     g, x, y = (piece.flatten(1, -2) for piece in pieces if piece is not None)  # [N, T, F] each
-    pairs = (x.unsqueeze(3) * y.unsqueeze(2)).flatten(2)
-    return {"weight": Outer(g, pairs.to(g.dtype)), "bias": g.sum(1)}
+    products = (x.unsqueeze(3) * y.unsqueeze(2)).flatten(2)
+    return {"weight": Outer(g, products.to(g.dtype)), "bias": g.sum(1)}
 
 
-def _named(call: Call, *names: str) -> list[Any]:
+def _arguments(call: Call, *names: str) -> list[Any]:
     args, kwargs = call.arguments
     return [*args, *map(kwargs.get, names[len(args) :])]
 
@@ -343,8 +329,8 @@ def rows_of_bags(
     if offsets is not None:
         ends = [*offsets.tolist(), len(ids)][1 : len(g) + 1]
         sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        parts = (t[: ends[-1]].split(sizes) for t in (ids, weights))
-        ids, weights = (pad_sequence(part, batch_first=True) for part in parts)
+        bags = (t[: ends[-1]].split(sizes) for t in (ids, weights))
+        ids, weights = (pad_sequence(bag, batch_first=True) for bag in bags)
     rows = weights.unsqueeze(2)
     if module.mode == "mean":
         rows = rows / rows.count_nonzero(1).clamp(min=1).unsqueeze(1)
@@ -355,4 +341,4 @@ def rows_of_bags(
     return LookedUp(ids, (rows * g.unsqueeze(1)).to(g.dtype), module.num_embeddings)
 
 
-CLOSED: dict[str, Form] = {"embeddingbag": embedding_bag, "bilinear": bilinear}  # by kind of layer
+CLOSED_FORMS = {"embeddingbag": embedding_bag, "bilinear": bilinear}  # by kind of layer

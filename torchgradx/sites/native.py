@@ -1,9 +1,14 @@
-"""Where a probe touches a module that has a kernel: its class is swapped, or its output tapped."""
+"""Sites of modules with a kernel, and what all sites share: their context, hooks on modules.
+
+A native site replaces its module's class, so that its forward runs our operator; or the stock
+forward runs and we tap its output: a node of ours at it receives the gradient.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -16,34 +21,34 @@ from .. import ops
 from ..graph.layout import BATCH, SECOND, SEQUENCE
 from ..hooks.copies import Hook, exclude_from_copies, include_in_copies, stock_of, untraced
 from ..layers.rules import Layer, rule_named
-from ..layers.table import declared_layout, owns_backward
+from ..layers.table import Parameters, declared_layout, owns_backward
 from ..plan.gpu import gpu_of
 from ..refusals import cause
-from .attention import Part, attending
-from .context import Context
+from .attention import Projection, attention_forward_of
+from .standing import StandIns
 from .trace import Trace
 
 if ops.NATIVE:
     from .. import _C
 
-MIXING = ("batchnorm1d", "batchnorm2d", "batchnorm3d")
-MIXED = (_BatchNorm, nn.RNNBase, nn.MultiheadAttention)  # of which some calls mix samples
+MAY_MIX = (_BatchNorm, nn.RNNBase, nn.MultiheadAttention)  # some of their calls mix samples
 MODULE_CALL = nn.Module._call_impl.__code__
 CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/nodes/site.h
 
 
 def why_mixed(module: nn.Module, arguments: Sequence[Any], n: int) -> str | None:
-    """Return the cause where a module mixes the samples of a call."""
+    """Return the cause for which a call of a module mixes samples; None: nothing shows that."""
     if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
         return "batch_statistics"
-    along = isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and n > 1
-    rows = arguments[0] if along and arguments and isinstance(arguments[0], Tensor) else None
-    unbatched = rows is not None and rows.dim() == 2 and len(rows) % n == 0  # else a table's
+    unbatches = isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and n > 1
+    rows = arguments[0] if unbatches and arguments and isinstance(arguments[0], Tensor) else None
+    # Rows that are no multiple of N may be a table's.
+    unbatched = rows is not None and rows.dim() == 2 and len(rows) % n == 0
     return cause("unbatched", n=n) if unbatched else None
 
 
 def call_of_hook() -> FrameType:
-    """Return the frame of the module call that this hook belongs to; it lasts to the last hook."""
+    """Return the frame of the module call that runs this hook; it outlasts the call's hooks."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not MODULE_CALL and frame.f_back is not None:
         frame = frame.f_back
@@ -52,28 +57,37 @@ def call_of_hook() -> FrameType:
 
 
 def is_running(call: FrameType) -> bool:
-    """Return whether a frame is on the stack of this thread: an exception may have ended it."""
+    """Return True if a frame is on this thread's stack; an exception may have ended it."""
     frame = inspect.currentframe()
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is not None
 
 
+@dataclass(frozen=True)
+class Context:
+    """What the sites of one probe share."""
+
+    recorder: Any
+    audit: Any  # proof.audit.Audit, which sites must not import
+    parameters: Parameters
+    options: Mapping[str, Any]
+    trace: Trace
+    standing: StandIns
+    # By a recurrent module's id: the C++ site of each of its weights, in order.
+    weight_sites: dict[int, list[Any]] = field(default_factory=dict)
+
+
 class Hooks:
-    """A module's hooks, left out of its copies, and their removal."""
+    """Our hooks on one module, which its copies leave out."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kind = stock_of(type(module))
         self._handles: list[Any] = []
         exclude_from_copies(self._kind)
 
-    def add(
-        self,
-        register: Callable[..., Any],
-        function: Callable[..., Any],
-        traced: Callable[..., Any] | None = None,
-        **options: Any,
-    ) -> None:
+    def add(self, register: Any, function: Any, traced: Any = None, **options: Any) -> None:
+        """Register a hook by one of the module's methods. traced: see Hook."""
         self._handles.append(register(Hook(function, traced), **options))
 
     def remove(self) -> None:
@@ -84,7 +98,9 @@ class Hooks:
 
 
 class NativeSite:
-    """A module whose parameters a kernel sees."""
+    """Site of a module with a kernel, or of one projection of nn.MultiheadAttention. fixed: the
+    module itself says where its samples are. declared: layout by the user; -1: none. presumed:
+    layout where nothing is declared or proven. core: the site in C++."""
 
     fixed = False
 
@@ -93,24 +109,27 @@ class NativeSite:
         self.layer, self.declared = layer, declared_layout(layer, options)
         self.presumed = SEQUENCE if options["batch_dim"] or layer.role else BATCH
         self._rule = rule_named(layer.kind)
-        # A table's own gradient, as large as all its rows, is left out only in a node of ours.
-        table = self._rule.whole and not options["weight_grad"]
-        bounded = getattr(module, "max_norm", None) is not None  # its forward changes the weight
-        swaps = owns_backward(options) and (self._rule.swaps or (table and not bounded))
+        # For norms only, our node spares a table's gradient, which is as large as the table.
+        spares = self._rule.whole and not options["weight_grad"]
+        bounded = (
+            getattr(module, "max_norm", None) is not None
+        )  # its forward writes into the weight
+        swaps = owns_backward(options) and (self._rule.swaps or (spares and not bounded))
         declared = SECOND if layer.role and self.declared >= 0 else self.declared
-        site = self.core = core(layer, index, context, declared, self.presumed, swaps)
+        self.core = make_core(layer, index, context, declared, self.presumed, swaps)
         self._hooks = Hooks(module)
         if layer.role:
-            sites = context.standing.put(module, attending(context.recorder))
-            part = Part(site, index, layer, self.declared, fused=swaps)
-            sites.setdefault(id(module), {})[layer.role] = part
-        else:
-            argument = self._rule.argument
-            ours = self._rule.swaps or self._rule.whole
-            forward_of = partial(_forward_of if ours else _listening_of, context.trace, argument)
-            altered = context.parameters.altered.append
-            sites = context.standing.put(module, forward_of, altered)
-            sites[id(module)] = site if ours else _tap(site, index, layer.kind, context.recorder)
+            forward_of = partial(attention_forward_of, context.recorder)
+            projections = context.standing.put(module, forward_of).setdefault(id(module), {})
+            projection = Projection(self.core, index, layer, self.declared, fused=swaps)
+            projections[layer.role] = projection
+            return
+        in_cpp = self._rule.swaps or self._rule.whole
+        make = _cpp_forward_of if in_cpp else _tapped_forward_of
+        forward_of = partial(make, context.trace, self._rule.argument)
+        on_change = context.parameters.altered.append
+        tap = None if in_cpp else _make_tap(self.core, index, layer.kind, context.recorder)
+        context.standing.put(module, forward_of, on_change)[id(module)] = tap or self.core
 
     def leads(self, dims: int) -> int:
         """Return how many leading dimensions of its input count rows."""
@@ -120,23 +139,23 @@ class NativeSite:
         self._hooks.remove()
 
 
-def core(
+def make_core(
     layer: Layer, index: int, context: Context, declared: int, presumed: int, swaps: bool
 ) -> Any:
-    """Make the site's part in C++."""
+    """Return a site in C++. swaps: our operator runs in the forward; else its output is tapped."""
     recorder, options = context.recorder, context.options  # not the context, which owns the site
     rule = rule_named(layer.kind)
     device = gpu_of(context.parameters.tensors()[layer.weight].device)
-    beside = swaps and options["weight_grad"]
+    weight_grad = swaps and options["weight_grad"]
 
     def planner(n: int, t: int, itemsize: int) -> int:
         if rule.served_by:
             return CODES["fused"]
         try:
-            plan = layer.plan(n, t, itemsize, beside, options["algorithm"], device)
-        except ValueError as refusal:  # raised when it is read, never from inside backward()
+            plan = layer.plan(n, t, itemsize, weight_grad, options["algorithm"], device)
+        except ValueError as refusal:  # raised when norms are read, never from inside backward()
             recorder.refuse(index, cause("algorithm", error=refusal))
-            plan = layer.plan(n, t, itemsize, beside, None, device)
+            plan = layer.plan(n, t, itemsize, weight_grad, None, device)
         return CODES[plan.algorithm]
 
     return _C.Site(
@@ -155,14 +174,12 @@ def core(
     )
 
 
-def _forward_of(
-    trace: Trace, argument: str, stock: Any, sites: dict[int, Any]
-) -> Callable[..., Any]:
-    """Make the forward in C++: ours, or the stock operator and a tap (hooks cost more)."""
+def _cpp_forward_of(trace: Trace, argument: str, stock: Any, sites: dict[int, Any]) -> Any:
+    """Return a forward in C++: our operator, or the stock one with a tap (a hook costs more)."""
 
     @untraced
     def forward(self: Any, input: Any) -> Any:
-        # the token first: where nothing is compiled it is none
+        # The token first: it is None unless something compiles, and costs less to read.
         if trace.token is not None and torch.compiler.is_dynamo_compiling():
             return trace.layer(self, input, stock.forward(self, input))
         site = sites.get(id(self))
@@ -177,10 +194,8 @@ def _forward_of(
     return forward if argument == "input" else lambda self, x: forward(self, x)
 
 
-def _listening_of(
-    trace: Trace, argument: str, stock: Any, taps: dict[int, Any]
-) -> Callable[..., Any]:
-    """Make the stock forward, with a tap at its output."""
+def _tapped_forward_of(trace: Trace, argument: str, stock: Any, taps: dict[int, Any]) -> Any:
+    """Return the stock forward followed by a tap of its output."""
 
     @untraced
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,14 +211,15 @@ def _listening_of(
     return forward
 
 
-def _tap(site: Any, index: int, kind: str, recorder: Any) -> Callable[[Any, Tensor, Tensor], None]:
-    listen = partial(_C.listen, site)
+def _make_tap(site: Any, index: int, kind: str, recorder: Any) -> Callable[..., None]:
+    """Return a function of (module, input, output) that taps the output."""
+    tap = partial(_C.listen, site)
 
-    def unless_alone(module: Any, x: Tensor, out: Tensor) -> None:
-        if x.dim() != module._get_no_batch_dim():  # [C, *]: its channels are no samples
-            listen(module, x, out)
+    def tap_batched(module: Any, x: Tensor, out: Tensor) -> None:
+        if x.dim() != module._get_no_batch_dim():  # [C, *] has channels in place of samples
+            tap(module, x, out)
 
-    def with_statistics(module: Any, x: Tensor, out: Tensor) -> None:
+    def tap_with_statistics(module: Any, x: Tensor, out: Tensor) -> None:
         if module.training or module.running_mean is None:
             run = recorder.current()
             if run is not None:
@@ -211,6 +227,6 @@ def _tap(site: Any, index: int, kind: str, recorder: Any) -> Callable[[Any, Tens
             return
         _C.tap(site, x, module.weight, module.bias, out, module.running_mean, module.running_var)
 
-    if kind in MIXING:
-        return with_statistics
-    return unless_alone if kind.startswith("instancenorm") else listen
+    if kind.startswith("batchnorm"):
+        return tap_with_statistics
+    return tap_batched if kind.startswith("instancenorm") else tap

@@ -1,8 +1,8 @@
-"""The sites of nn.LSTM, nn.GRU, nn.RNN and their cells, which go through time (through_time.py).
+"""Sites of nn.LSTM, nn.GRU, nn.RNN and their cells, which run by through_time.py.
 
-Each weight has its own site. With fused=False, and where a GPU runs several layers in one
-piece, the framework's own gradients stay, and norms are made beside them. What is not served, as
-under autocast, is run again in backward like any other module.
+A module has one site, and each of its weights has one more. With fused=False, and where a GPU runs
+several layers in one call, PyTorch's gradients stay and norms are made beside them. A call that is
+not served, as under autocast, runs again in backward like that of any other module.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from ..hooks.copies import Hook, stock_of
 from ..layers.rules import Layer
 from ..layers.table import declared_layout
 from . import through_time
-from .context import Context
-from .native import core
+from .native import Context, make_core
 from .rerun import FallbackSite
 
 if ops.NATIVE:
@@ -27,69 +26,72 @@ if ops.NATIVE:
 
 
 class RecurrentSite(FallbackSite):
-    """A recurrent module as a whole."""
+    """Site of a recurrent module whose gradients may be ours."""
 
-    by_nodes = True  # of the calls that do not go through time
+    by_nodes = True  # of calls that through_time.py does not serve
 
-    def _attend(self, context: Context) -> None:
+    def _attach(self, context: Context) -> None:
         module, options = self._module, context.options
         self._stock = stock_of(type(module))
-        self._closed = partial(through_time.run_beside, self.layer.notes)
-        self._strict = options["backend"] == "native"
-        self._products = context.products.setdefault(id(module), [])
+        self._closed_form = partial(through_time.run_beside, self.layer.notes)
+        self._needs_kernel = options["backend"] == "native"
+        self._weight_sites = context.weight_sites.setdefault(id(module), [])
         context.standing.put(module, _forward_of)[id(module)] = Hook(self._forward)
 
     def _forward(self, module: Any, input: Any, hx: Any) -> Any:
         run = self._recorder.current()
-        trained = any(p is not None and p.requires_grad for p in module._parameters.values())
-        served = run is not None and trained and through_time.can_serve(module, input, hx)
-        if served and through_time.keeps_outputs(module, input):
-            return through_time.run(self._layer, module, input, hx)
-        if run is not None and trained and self._strict and not served:
+        is_trained = any(p is not None and p.requires_grad for p in module._parameters.values())
+        served = run is not None and is_trained and through_time.can_serve(module, input, hx)
+        if served and through_time.has_same_bits(module, input):
+            return through_time.run(self._run_layer, module, input, hx)
+        if run is not None and is_trained and self._needs_kernel and not served:
             run.refuse(self._index, "no_kernel")
-        self._before(module, ())
+        self._before_forward(module, ())
         out = self._stock.forward(module, input, hx)
-        return self._after(module, (input, hx), {}, out) or out
+        return self._after_forward(module, (input, hx), {}, out) or out
 
-    def _layer(self, k: int, layers: int, *arguments: Any) -> Any:
-        count = len(self._products) // layers
-        return _C.call_recurrent(self._products[k * count : (k + 1) * count], *arguments)
+    def _run_layer(self, k: int, layers: int, *arguments: Any) -> Any:
+        count = len(self._weight_sites) // layers
+        return _C.call_recurrent(self._weight_sites[k * count : (k + 1) * count], *arguments)
 
 
 class BesideSite(FallbackSite):
-    """The same, with fused=False."""
+    """Site of a recurrent module whose gradients stay PyTorch's."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._closed = partial(through_time.run_beside, self.layer.notes)
+        self._closed_form = partial(through_time.run_beside, self.layer.notes)
         self.layer.notes["through time"] = None
 
     @property
     def by_nodes(self) -> bool:
         regime = getattr(self._call, "regime", None)  # of a call on this thread
-        casts = regime is not None and regime.autocast is not None  # else one more run costs less
+        # Under autocast, `run_beside` serves only an LSTM. Elsewhere it costs less than the nodes.
+        casts = regime is not None and regime.autocast is not None
         return casts and not isinstance(self._module, nn.LSTM)
 
 
 class RecurrentWeight:
-    """One weight of a recurrent module, which is a Linear over all steps."""
+    """Site of one weight of a recurrent module, which is a Linear over all steps."""
 
     fixed = False
 
     def __init__(self, module: nn.Module, layer: Layer, index: int, context: Context) -> None:
         self.layer, self.declared = layer, declared_layout(layer, context.options)
-        self.presumed = BATCH  # the module's own batch_first is undone before it
-        products = context.products.setdefault(id(module), [])
-        products.append(core(layer, index, context, self.declared, BATCH, True))
+        self.presumed = BATCH  # through_time.py transposes before it
+        weight_sites = context.weight_sites.setdefault(id(module), [])
+        weight_sites.append(make_core(layer, index, context, self.declared, BATCH, True))
 
     def leads(self, dims: int) -> int:
         return 1
 
     def remove(self) -> None:
-        pass  # the module's site does it
+        """Do nothing: the module's own site is removed."""
 
 
 def _forward_of(stock: Any, sites: dict[int, Any]) -> Any:
+    """Return a forward for `make_subclass`."""
+
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
         site = sites.get(id(self))
         return stock.forward(self, input, hx) if site is None else site(self, input, hx)

@@ -1,7 +1,8 @@
-"""Conditions and outputs of a forward, for what runs again to run under these and give the same.
+"""Conditions and outputs of a forward, for modules that run again in backward.
 
-The sums of gradients would show that it took another path, by another switch, state or mask: but
-the less the more samples they are of and the fewer digits they have.
+A module must run again under the same autocast and random state, and give the same outputs. The
+comparison of gradient sums finds another path too (a switch, a state, a mask), but less reliably
+the more samples are summed and the fewer digits they have.
 """
 
 from __future__ import annotations
@@ -19,72 +20,74 @@ from torch import Tensor, nn
 from ..kept import random_state_kept
 from ..refusals import RefusedError
 
-KEPT_ELEMENTS = 1 << 14  # elements of an output
-HALF_EPS = 1e-4  # rounding units above it are of halves
-GROSS = 1e-2  # a difference that is none of rounding, where terms cancel; halves have no such bound
-ROUNDINGS = 1024.0  # that may differ between a batch and its samples, as in a cosine times 64
-ROUNDINGS_OF_HALVES = 4.0  # their sums are made in float32
+MAX_ELEMENTS = 1 << 14  # of an output, that are compared
+HALF_EPS = 1e-4  # float16 and bfloat16 have larger rounding units
+GROSS = 1e-2  # relative difference that rounding cannot make; half types have no such bound
+# Rounding units by which a sample may differ from its row in the batch, as in a cosine times 64.
+ROUNDINGS = 1024.0
+ROUNDINGS_OF_HALVES = 4.0  # sums of half types are made in float32
 
 
 @dataclass(frozen=True)
 class Regime:
-    """Besides its inputs."""
+    """Conditions of a forward besides its inputs. autocast: None, it is off. rng: states of the
+    CPU's, the GPU's, Python's and NumPy's generators; None: the forward draws nothing."""
 
     device: str
     autocast: torch.dtype | None
-    rng: tuple[Tensor, Tensor | None, Any, Any] | None  # CPU, device's, Python's, NumPy's
+    rng: tuple[Tensor, Tensor | None, Any, Any] | None
 
     @staticmethod
     def current(device: torch.device, draws: bool) -> Regime:
         kind = device.type
-        there = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
-        enabled = there and torch.is_autocast_enabled(kind)
+        has_autocast = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+        enabled = has_autocast and torch.is_autocast_enabled(kind)
         autocast = torch.get_autocast_dtype(kind) if enabled else None
         if not draws:
             return Regime(kind, autocast, None)
-        own = torch.cuda.get_rng_state(device) if kind == "cuda" else None
-        rng = torch.get_rng_state(), own, random.getstate(), np.random.get_state()
+        on_gpu = torch.cuda.get_rng_state(device) if kind == "cuda" else None
+        rng = torch.get_rng_state(), on_gpu, random.getstate(), np.random.get_state()
         return Regime(kind, autocast, rng)
 
     @property
     def drew(self) -> bool:
-        """Return whether random numbers have been drawn since then."""
+        """Return True if random numbers have been drawn since."""
         if self.rng is None:
             return False
-        torchs, devices, pythons, (_, numpys, place, *_) = self.rng
-        if devices is not None and not torch.equal(torch.cuda.get_rng_state(), devices):
+        on_cpu, on_gpu, python, (_, keys, position, *_) = self.rng
+        if on_gpu is not None and not torch.equal(torch.cuda.get_rng_state(), on_gpu):
             return True
-        _, now, at, *_ = np.random.get_state()
-        same = torch.equal(torch.get_rng_state(), torchs) and random.getstate() == pythons
-        return not (same and at == place and np.array_equal(now, numpys))
+        _, keys_now, position_now, *_ = np.random.get_state()
+        same = torch.equal(torch.get_rng_state(), on_cpu) and random.getstate() == python
+        return not (same and position_now == position and np.array_equal(keys_now, keys))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Run inside as the forward did, and draw the same random numbers."""
+        """Run what is inside under the same conditions, with the same random numbers."""
         with torch.autocast(self.device, self.autocast, enabled=self.autocast is not None):
             if self.rng is None:
                 yield
                 return
-            torchs, devices, pythons, numpys = self.rng
+            on_cpu, on_gpu, python, numpy = self.rng
             with random_state_kept():
-                torch.set_rng_state(torchs)
-                if devices is not None:
-                    torch.cuda.set_rng_state(devices)
-                random.setstate(pythons)
-                np.random.set_state(numpys)
+                torch.set_rng_state(on_cpu)
+                if on_gpu is not None:
+                    torch.cuda.set_rng_state(on_gpu)
+                random.setstate(python)
+                np.random.set_state(numpy)
                 yield
 
 
 def may_draw(module: nn.Module) -> bool:
     """Return True if a forward may draw random numbers."""
-    stock = type(module).__module__.startswith("torch.nn.modules.")
-    stock = stock and "forward" not in vars(module)
-    return not stock or (module.training and getattr(module, "dropout", 0.0) > 0)
+    is_stock = type(module).__module__.startswith("torch.nn.modules.")
+    is_stock = is_stock and "forward" not in vars(module)
+    return not is_stock or (module.training and getattr(module, "dropout", 0.0) > 0)
 
 
 class OtherOutputsError(RefusedError):
-    """A module that ran again gave something else. gross: by far, so that other samples are in what
-    a sample gives in its batch."""
+    """Raised where a module that ran again gave other outputs. gross: the difference is none of
+    rounding, so that a sample's output in the batch depends on other samples."""
 
     def __init__(self, gross: bool) -> None:
         super().__init__("other_outputs")
@@ -93,23 +96,23 @@ class OtherOutputsError(RefusedError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Elements from all over an output, and the rounding unit that it was computed in."""
+    """Elements from all over an output, and the rounding unit it was computed in."""
 
     elements: Tensor
     eps: float
 
     @staticmethod
     def of(output: Tensor, eps: float) -> Outcome | None:
-        """None: it is of whole numbers, or none that could be looked into."""
+        """Return an output's, or None for integers and for tensor subclasses or sparse tensors."""
         plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided
         if not plain or not (output.is_floating_point() or output.is_complex()):
             return None
-        with torch.no_grad(), torch._C._DisableTorchDispatch():  # no mode is to hear of it
+        with torch.no_grad(), torch._C._DisableTorchDispatch():  # hidden from the user's modes
             elements = _elements(output).clone()
         return Outcome(elements, max(eps, torch.finfo(output.dtype).eps))
 
     def difference(self, again: Tensor) -> float:
-        """Return the relative difference of the elements that differ, inf and nan left out."""
+        """Return the relative difference of the finite elements that differ."""
         before, now = (t.to(torch.promote_types(t.dtype, torch.float64))
                        for t in (self.elements, _elements(again.detach())))  # fmt: skip
         differs = before.isfinite() & now.isfinite() & (before != now)
@@ -120,13 +123,13 @@ class Outcome:
 def outcomes_of(
     outputs: Sequence[Tensor], versions: Sequence[int], eps: float
 ) -> list[Outcome | None]:
-    """Return the outcomes of outputs, of those that nobody has written into since `versions`."""
+    """Return the outcome of each output; None if it was written into since these versions."""
     pairs = zip(outputs, versions, strict=True)
     return [Outcome.of(t, eps) if t._version == version else None for t, version in pairs]
 
 
 def require_same(outcomes: Sequence[Outcome | None], again: Sequence[Tensor | None]) -> None:
-    """Raise where outputs of what ran again, as far as they are there, are not the forward's."""
+    """Raise unless outputs that were computed again (None: not compared) equal the forward's."""
     if outcomes and len(outcomes) != len(again):
         raise OtherOutputsError(True)
     for before, now in zip(outcomes, again, strict=False):
@@ -139,5 +142,5 @@ def require_same(outcomes: Sequence[Outcome | None], again: Sequence[Tensor | No
 
 
 def _elements(t: Tensor) -> Tensor:
-    """Take every so many; the step is odd, for not all to be of the same columns."""
-    return t.reshape(-1)[:: t.numel() // KEPT_ELEMENTS | 1]
+    """Return up to MAX_ELEMENTS of a tensor; the step is odd, so that they cover all columns."""
+    return t.reshape(-1)[:: t.numel() // MAX_ELEMENTS | 1]

@@ -1,7 +1,7 @@
-"""Modules with several outputs: each sample's place is proven in all of them.
+"""Modules with several outputs: where the samples are is proven for each output.
 
-A loss may take y from one sample's rows of an LSTM's output and c from another's: what arrives at y
-alone does not show it.
+A loss may take y from one sample's rows of an LSTM's output and c from another's, which the
+gradient of y alone does not show. An *end* is one output of a graph node: (node, output number).
 """
 
 from __future__ import annotations
@@ -23,35 +23,39 @@ from .regime import Regime
 
 @dataclass(frozen=True)
 class End:
-    """One output of a use."""
+    """One output of a use. samples: of each row, under a use of layout BATCH, and of SEQUENCE;
+    None: the output cannot hold the samples under that layout."""
 
     watched: Watched
-    taken: tuple[Tensor | None, Tensor | None]  # of each row, if the use is BATCH, or SEQUENCE
+    samples: tuple[Tensor | None, Tensor | None]
 
     def joined(self, use: Any, verdict: Any, presumed: int, n: int) -> Any:
-        """Return what is known of a use, from `use` so far and the verdict on this end."""
+        """Return the layout of a use, or a cause, given the verdict on the use so far and that on
+        this end; None: nothing shows it. presumed: returned if this end fits both layouts."""
         if isinstance(use, str) or verdict is None or n <= 1:
             return use
         if isinstance(verdict, str):
             return verdict
-        packed, taken = self.watched.samples, dict(zip((BATCH, SEQUENCE), self.taken, strict=True))
-        kinds = owners(self.watched.leads, n, self.watched.second)
-        is_of = packed if packed is not None else kinds.get(verdict)
-        if is_of is None:  # of no rows
+        proven = self.watched.samples
+        if proven is None:
+            proven = owners(self.watched.leads, n, self.watched.second).get(verdict)
+        if proven is None:  # a layout without rows of samples, as SHARED
             return use
-        fits = [kind for kind, of in taken.items() if of is not None and torch.equal(of, is_of)]
+        by_layout = zip((BATCH, SEQUENCE), self.samples, strict=True)
+        fits = [layout for layout, of in by_layout if of is not None and torch.equal(of, proven)]
         if use is None and fits:
             return presumed if presumed in fits else fits[0]
         return "different_outputs" if use not in fits and use in (BATCH, SEQUENCE, None) else use
 
     def clear(self, use: Watched, layout: int, n: int) -> bool:
-        """Return True if, without a proof, it is the use's output or has the samples there."""
+        """Return True if sizes alone show that it holds the samples as a use of this layout does;
+        or if it is the output that the use's layout is of."""
         if (self.watched.node, self.watched.output_nr) == (use.node, use.output_nr):
             return True
-        rows, taken = list(self.watched.leads), self.taken[layout == SEQUENCE]
-        if rows.count(n) != 1 or taken is None:
+        rows, samples = list(self.watched.leads), self.samples[layout == SEQUENCE]
+        if rows.count(n) != 1 or samples is None:
             return False
-        return torch.equal(taken, places_along(rows, rows.index(n)))
+        return torch.equal(samples, _indices_along(rows, rows.index(n)))
 
 
 def ends_of_module(
@@ -63,52 +67,54 @@ def ends_of_module(
     n: int,
     samples: Tensor | None,
 ) -> list[End]:
-    """Return the ends of a call with these inputs. first: the output with the samples in rows.
-    leads: how many dimensions of an output count its rows. samples: of each row, if packed."""
-    before = {(t.grad_fn, t.output_nr) for t in inputs}
-    calls = [Call(module, (), ((), {}), outputs, n, how, first.shape, Regime("cpu", None, None))
-             for how in (BATCH, SEQUENCE)]  # fmt: skip
+    """Return the ends of a call with these inputs. first: the output whose layout is the use's.
+    leads: (dimensions of an output) -> how many of them count rows. samples: of each row of the
+    first output, if it is packed."""
+    above = {(t.grad_fn, t.output_nr) for t in inputs}
+    calls = [Call(module, (), ((), {}), outputs, n, layout, first.shape, Regime("cpu", None, None))
+             for layout in (BATCH, SEQUENCE)]  # fmt: skip
     ends = []
     for t in outputs:
-        if t.grad_fn is None or not t.dim() or (t.grad_fn, t.output_nr) in before:
+        if t.grad_fn is None or not t.dim() or (t.grad_fn, t.output_nr) in above:
             continue
         dims = [dim_of(call, t) for call in calls]
-        # rows of numbers, where they may be in the second of two dimensions
+        # Up to the samples' dimension, which may be the second of two.
         rows = list(t.shape[: max(leads(t.dim()), *(dim + 1 for dim in dims))])
         packed = samples if t is outputs[0] else None
-        cuts = _cut(rows, n, dims[0], True), _cut(rows, n, dims[1], False)
-        taken = cuts if packed is None else (packed, packed)
+        by_layout = _split(rows, n, dims[0], True), _split(rows, n, dims[1], False)
         second = max(dims) == 1 and rows[1] > n  # a state [1, N * K, H]
-        ends.append(End(Watched(t.grad_fn, t.output_nr, rows, second, samples=packed), taken))
+        watched = Watched(t.grad_fn, t.output_nr, rows, second, samples=packed)
+        ends.append(End(watched, by_layout if packed is None else (packed, packed)))
     return ends
 
 
-def _cut(rows: Sequence[int], n: int, dim: int, major: bool) -> Tensor | None:
-    """Return the sample of each row, where this dimension is cut; None: it cannot be."""
+def _split(rows: Sequence[int], n: int, dim: int, batch_first: bool) -> Tensor | None:
+    """Return the sample of each row, where a dimension holds N K rows, K of each sample: one after
+    the other (batch_first) or in turns. None: its size is no multiple of N."""
     each, rest = divmod(rows[dim], n)
     if rest or not each:
         return None
-    places = places_along(rows, dim)
-    return places // each if major else places % n
+    indices = _indices_along(rows, dim)
+    return indices // each if batch_first else indices % n
 
 
-def places_along(rows: Sequence[int], dim: int) -> Tensor:
-    """Return the place of each row along a dimension."""
+def _indices_along(rows: Sequence[int], dim: int) -> Tensor:
+    """Return the index of each row in a dimension."""
     return torch.arange(prod(rows)) // prod(rows[dim + 1 :]) % rows[dim]
 
 
 def ends_of_node(
     node: Any, graph: Graph, outputs: Iterable[Tensor], leads: Sequence[int], n: int
 ) -> Iterator[End]:
-    """Yield all outputs of a recurrent layer's node, each with its samples first."""
+    """Yield the ends of a recurrent layer's node that are used; all have the samples first."""
     rows = owners(leads, n)
-    ends = {t.output_nr for t in outputs if t.grad_fn is node}
-    for number in sorted(ends.union(graph.numbers(node))):
+    numbers = {t.output_nr for t in outputs if t.grad_fn is node}
+    for number in sorted(numbers.union(graph.numbers(node))):
         yield End(Watched(node, number, leads), (rows.get(BATCH), rows.get(SEQUENCE)))
 
 
 def ends_at(outputs: Iterable[Tensor]) -> dict[tuple[Any, int], int]:
-    """Return the output at each end of a graph; the first, where it is returned several times."""
+    """Return the index of the output at each end; the first, if it is returned several times."""
     ends: dict[tuple[Any, int], int] = {}
     for k, t in enumerate(outputs):
         if t.grad_fn is not None:
@@ -117,46 +123,48 @@ def ends_at(outputs: Iterable[Tensor]) -> dict[tuple[Any, int], int]:
 
 
 def end_of(t: Tensor) -> Tensor:
-    """Return what to listen at: in-place operations replace a view's node, not its base's."""
+    """Return the tensor at whose node to register a prehook: the base of a reshaping view, since
+    in-place operations replace the view's node."""
     base = t._base
-    plain = base is not None and base.grad_fn is not None and base.numel() == t.numel()
-    same_order = base is not None and base.is_contiguous() and t.is_contiguous()
-    return base if plain and same_order else t  # type: ignore[return-value]
+    if base is None or base.grad_fn is None or base.numel() != t.numel():
+        return t
+    return base if base.is_contiguous() and t.is_contiguous() else t
 
 
 def needed_by(node: Any, parameters: dict[int, Tensor], arguments: list[Any]) -> list[int]:
-    """Return the parameters that every plain backward() through this node needs."""
-    before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
-    reached = {child for inner in nodes_below([node], before) for child, _ in inner.next_functions}
+    """Return the places of the parameters below a node, but not below the module's arguments."""
+    above = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
+    reached = {child for inner in nodes_below([node], above) for child, _ in inner.next_functions}
     edges = {place: torch.autograd.graph.get_gradient_edge(p) for place, p in parameters.items()}
     return [place for place, edge in edges.items() if edge.node in reached]
 
 
-def made_from_others(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
-    """Return outputs that others were made from: their gradients are the module's too."""
-    before = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
-    ends = {end: k for end, k in ends_at(outputs).items() if end[0] not in before}
-    nodes = nodes_below((node for node, _ in ends), before)
+def inner_outputs(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
+    """Return the indices of outputs that other outputs were computed from."""
+    above = {t.grad_fn for t in arguments if isinstance(t, Tensor)}
+    ends = {end: k for end, k in ends_at(outputs).items() if end[0] not in above}
+    nodes = nodes_below((node for node, _ in ends), above)
     return {ends[edge] for node in nodes for edge in node.next_functions if edge in ends}
 
 
 def without_inner_grads(
     call: Call, inner: set[int], silent: Callable[[], AbstractContextManager[None]]
 ) -> Call:
-    """Return the call without the gradients of outputs (`inner`) that came through others."""
+    """Return the call without the parts of gradients at `inner` outputs that came through others: a
+    replay would count these twice, since it pulls back the gradients of all outputs."""
     with silent(), call.regime.again():
         outputs, _ = run_again(copy_to_run(call))
-        found: dict[int, Tensor] = {}
-        made = [(t.grad_fn._sequence_nr(), k) for k, t in enumerate(outputs) if t.grad_fn]
-        for _, k in sorted(made, reverse=True):  # what is made from others first
+        grads: dict[int, Tensor] = {}  # that came from outside of the module
+        order = [(t.grad_fn._sequence_nr(), k) for k, t in enumerate(outputs) if t.grad_fn]
+        for _, k in sorted(order, reverse=True):  # an output before those that it is computed from
             g = call.grads[k]
             if g is None:
                 continue
-            if k in inner and found:
-                later = [outputs[j] for j in found]
+            if k in inner and grads:
+                later = [outputs[j] for j in grads]
                 (through,) = torch.autograd.grad(
-                    later, outputs[k], [*found.values()], retain_graph=True, allow_unused=True
+                    later, outputs[k], [*grads.values()], retain_graph=True, allow_unused=True
                 )
                 g = g if through is None else g - through
-            found[k] = g
-    return replace(call, grads=[found.get(k) for k in range(len(call.grads))])
+            grads[k] = g
+    return replace(call, grads=[grads.get(k) for k in range(len(call.grads))])

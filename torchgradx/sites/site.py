@@ -1,4 +1,4 @@
-"""The site of a layer, of whatever kind, and what the parts of a probe know of all of them."""
+"""The site of each layer, and what the parts of a probe know of all sites."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import nn
 
 from ..layers.rules import Layer, rule_named
 from ..layers.table import Parameters, owns_backward
-from .context import Context
-from .native import NativeSite
+from .native import Context, NativeSite
 from .recurrent import BesideSite, RecurrentSite, RecurrentWeight
 from .rerun import FallbackSite
 
@@ -18,23 +17,24 @@ Site: TypeAlias = NativeSite | FallbackSite | RecurrentWeight
 
 
 def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Site:
+    """Return a new site of a layer. index: of the layer in the probe's list."""
     kind: Any = NativeSite
     if layer.inside:
         kind = RecurrentWeight
     elif layer.kind == "recurrent":
         kind = RecurrentSite if owns_backward(context.options) else BesideSite
-    elif layer.kind == "vmap" or rule_named(layer.kind).closed:
+    elif layer.kind == "vmap" or rule_named(layer.kind).has_closed_form:
         kind = FallbackSite
     site: Site = kind(module, layer, index, context)
     return site
 
 
 class ProbeParts(NamedTuple):
-    """Things that the parts of one probe share."""
+    """What the parts of one probe share."""
 
     recorder: Any
     parameters: Parameters
     layers: Sequence[Layer]
     options: Mapping[str, Any]
-    sites: Sequence[Site]  # by layer; none before they are made and after they have left
+    sites: Sequence[Site]  # by layer; empty before the probe is attached and after it is removed
     known: dict[str, dict[Any, Any]]  # see verdict.cache_of

@@ -1,80 +1,76 @@
-"""Which classes stand in for those of an attached model's modules, one probe's before another's.
+"""Replaced classes of an attached model's modules, also while a removed probe's graph is in flight.
 
-What a checkpoint runs again must save what its forward did, and torch compares no more than shapes:
-a removed probe's classes stay while one may run its layers again. Those of the next probe stand
-before them, and let them have what is theirs.
+A checkpoint's recomputation must save what its forward saved, and torch compares shapes only. So a
+removed probe's classes stay until no graph can run its layers again. The classes of the next probe
+replace them, and run the former forward where a recomputation is the former probe's.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..hooks.copies import make_subclass, stock_of
 
-_standing: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[StandIns]]] = (
+_by_module: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[StandIns]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class StandIns:
-    """What one probe has put in the place of modules' classes."""
+    """Classes that one probe puts in place of modules' own."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises RuntimeError where another probe is on."""
-        self.on = True  # False from remove() on
-        self.formers = _removed_from(model)
+        """Raise RuntimeError if another probe is attached."""
+        self.on = True  # False after remove()
+        self.formers = _find_formers(model)
         self._modules = list(model.modules())
         self._recorder: Any = None
-        self._classes: dict[type, tuple[type, dict[int, Any]]] = {}
-        self._kinds: dict[int, type] = {}  # by module's id
+        self._classes: dict[type, tuple[type, dict[int, Any]]] = {}  # by stock class, with sites
+        self._class_of: dict[int, type] = {}  # by module's id
 
     def enter(self, recorder: Any) -> None:
+        """Register this probe at all modules of the model."""
         self._recorder = recorder
         recorder.follow([former._recorder for former in self.formers])
         for module in self._modules:
-            _standing.setdefault(module, []).append(weakref.ref(self))
+            _by_module.setdefault(module, []).append(weakref.ref(self))
 
-    def put(
-        self,
-        module: nn.Module,
-        forward_of: Callable[..., Any],
-        altered: Callable[[str], None] | None = None,
-    ) -> dict[int, Any]:
-        """Have a class stand in for a module's; returns its table of sites by module's id."""
+    def put(self, module: nn.Module, forward_of: Any, on_change: Any = None) -> dict[int, Any]:
+        """Replace a module's class; return the new class's table of sites, by module's id.
+        forward_of, on_change: see `make_subclass`; those of the first module of a class count."""
         stock = stock_of(type(module))
         if stock not in self._classes:
             sites: dict[int, Any] = {}
-            former = self._former if self.formers else None
-            self._classes[stock] = make_subclass(stock, forward_of, sites, altered, former), sites
+            former = self._former_class_of if self.formers else None
+            self._classes[stock] = make_subclass(stock, forward_of, sites, on_change, former), sites
         kind, sites = self._classes[stock]
-        self._kinds[id(module)] = module.__class__ = kind
+        self._class_of[id(module)] = module.__class__ = kind
         return sites
 
-    def _former(self, module: nn.Module) -> type | None:
-        """Return the class whose forward runs again now, where that is not ours."""
+    def _former_class_of(self, module: nn.Module) -> type | None:
+        """Return a former probe's class of a module if that probe's graph runs the module again."""
         k = self._recorder.former() if self.formers else -1
         if k < 0:
             return None
-        return self.formers[k]._kinds.get(id(module)) or stock_of(type(module))
+        return self.formers[k]._class_of.get(id(module)) or stock_of(type(module))
 
     def leave(self) -> None:
-        """Give the modules back the classes that stood there before, if these have not left."""
+        """Restore the modules' classes: another probe's if one is left, else the stock ones."""
         for module in self._modules:
-            others = [one for one in _those_of(module) if one is not self]
+            others = [other for other in _stand_ins_of(module) if other is not self]
             for other in others:
                 other._forget(self)
-            kind = self._kinds.pop(id(module), None)
+            kind = self._class_of.pop(id(module), None)
             if kind is not None and kind in type(module).__mro__:
-                below = [one._kinds[id(module)] for one in others if id(module) in one._kinds]
-                module.__class__ = below[-1] if below else stock_of(type(module))
+                left = [one._class_of[id(module)] for one in others if id(module) in one._class_of]
+                module.__class__ = left[-1] if left else stock_of(type(module))
             if others:
-                _standing[module] = [weakref.ref(one) for one in others]
+                _by_module[module] = [weakref.ref(other) for other in others]
             else:
-                _standing.pop(module, None)
+                _by_module.pop(module, None)
         self._classes, self._modules = {}, []
 
     def _forget(self, former: StandIns) -> None:
@@ -83,21 +79,21 @@ class StandIns:
             self._recorder.follow([one._recorder for one in self.formers])
 
 
-def _those_of(module: nn.Module) -> list[StandIns]:
-    """Return them in the order in which they came."""
-    return [one for ref in _standing.get(module, ()) if (one := ref()) is not None]
+def _stand_ins_of(module: nn.Module) -> list[StandIns]:
+    """Return those of all probes at a module, oldest first."""
+    return [one for ref in _by_module.get(module, ()) if (one := ref()) is not None]
 
 
-def _removed_from(model: nn.Module) -> list[StandIns]:
-    """Whose layers graphs in flight may run again."""
-    found: dict[StandIns, None] = {}
+def _find_formers(model: nn.Module) -> list[StandIns]:
+    """Return those of removed probes that graphs in flight may need; raise if a probe is on."""
+    formers: dict[StandIns, None] = {}
     for name, module in model.named_modules():
-        for one in _those_of(module):
+        for one in _stand_ins_of(module):
             if one.on:
                 where = f"its module {name!r}" if name else "the model"
                 raise RuntimeError(
                     f"{where} is attached already: remove() the other probe first, which "
                     "torchgradx.attached(model) returns"
                 )
-            found[one] = None
-    return list(found)
+            formers[one] = None
+    return list(formers)

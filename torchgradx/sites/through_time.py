@@ -1,8 +1,7 @@
-"""nn.LSTM, nn.GRU, nn.RNN and their cells: our backward through time instead of a replay.
+"""Forward of nn.LSTM, nn.GRU, nn.RNN and their cells, layer by layer, and norms beside PyTorch's.
 
-The framework's own forward runs layer by layer, each a node of the graph (nodes/recurrent.cpp)
-whose backward leaves the gradients at the gates of all steps. Each weight is then a Linear over
-these.
+Each layer is a node of the graph (csrc/nodes/recurrent.cpp). Its backward leaves the gradients at
+the gates of all steps, so that each weight is a Linear over the steps.
 """
 
 from __future__ import annotations
@@ -30,77 +29,64 @@ if ops.NATIVE:
 TENSOR_TYPES = {Tensor, nn.Parameter}
 CELLS = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}  # Cell in csrc/layers/recurrence.h
 
-# (k, of how many, its options, input, state, cell state, weights) -> states, last ones, last cells
+# (layer, number of layers, Recurrence, input, state, cell state, weights)
+# -> all states [N, T, H], last states and last cell states [directions, N, H]
 RunLayer = Callable[..., tuple[Tensor, Any, Any]]
 
 
 def run(layer: RunLayer, module: Any, input: Any, hx: Any = None) -> Any:
-    """Return what the module's own forward gives."""
-    single = isinstance(module, nn.RNNCellBase)
-    return (_step if single else _sequence)(layer, module, input, hx)
+    """Return the outputs of the stock forward."""
+    if isinstance(module, nn.RNNCellBase):
+        return _run_cell(layer, module, input, hx)
+    packed = Packed(input) if isinstance(input, PackedSequence) else None
+    x = packed.data if packed else input  # [N, T, I], or the rows [total, I] of a packed sequence
+    transposes = not (packed or module.batch_first)
+    if transposes:
+        x = x.transpose(0, 1)
+    count, lstm = module.num_layers, module.mode == "LSTM"
+    states = _split_states(packed, count, [] if hx is None else list(hx) if lstm else [hx])
+    packing, cell = packed.fields if packed else [], CELLS[module.mode]
+    flags = module.bias, module.bidirectional, bool(module.proj_size), False, module.training
+    recurrence = _C.Recurrence(cell, *flags, packing)
+    module._update_flat_weights()
+    weights = module._flat_weights
+    each = len(weights) // count
+    last: list[tuple[Tensor, Any]] = []
+    for k in range(count):
+        if k and module.dropout and module.training:
+            # Random numbers follow the order in memory, which must be the stock forward's.
+            x = torch.dropout(x if packed else x.transpose(0, 1), module.dropout, True)
+            x = x if packed else x.transpose(0, 1)
+        of_layer = weights[k * each : (k + 1) * each]
+        y, h, c = layer(k, count, recurrence, x, *states[k], of_layer)
+        last.append((h, c))
+        x = packed.pack(y) if packed else y
+    out: Any = PackedSequence(x, *input[1:]) if packed else x
+    if transposes:
+        out = _C.of_its_own(x.transpose(0, 1))
+    h, c = zip(*last, strict=True)
+    return out, (_concat(h), _concat(c)) if lstm else _concat(h)
 
 
-def _step(layer: RunLayer, cell: Any, input: Tensor, hx: Any) -> Any:
+def _run_cell(layer: RunLayer, cell: Any, input: Tensor, hx: Any) -> Any:
     lstm = isinstance(cell, nn.LSTMCell)
+    mode = "LSTM" if lstm else "GRU"
+    if isinstance(cell, nn.RNNCell):
+        mode = f"RNN_{cell.nonlinearity.upper()}"
     h, c = hx if lstm and hx is not None else (hx, None)
-    biases = (cell.bias_ih, cell.bias_hh) if cell.bias else ()
-    of = _C.Recurrence(CELLS[_mode(cell)], cell.bias, False, False, True, cell.training, [])
-    y, _, c = layer(
-        0,
-        1,
-        of,
-        input.unsqueeze(1),
-        None if h is None else h.unsqueeze(0),
-        None if c is None else c.unsqueeze(0),
-        [cell.weight_ih, cell.weight_hh, *biases],
-    )
+    h, c = (None if t is None else t.unsqueeze(0) for t in (h, c))
+    weights = [cell.weight_ih, cell.weight_hh, *((cell.bias_ih, cell.bias_hh) if cell.bias else ())]
+    recurrence = _C.Recurrence(CELLS[mode], cell.bias, False, False, True, cell.training, [])
+    y, _, c = layer(0, 1, recurrence, input.unsqueeze(1), h, c, weights)
     h = _C.of_its_own(y.squeeze(1))
     return (h, _C.of_its_own(c.squeeze(0))) if lstm else h
 
 
-def _sequence(layer: RunLayer, module: Any, input: Any, hx: Any) -> Any:
-    packed = Packed(input) if isinstance(input, PackedSequence) else None
-    x = packed.data if packed else input  # [N, T, I] or [total, I]
-    turns = not (packed or module.batch_first)
-    if turns:
-        x = x.transpose(0, 1)
-    count, lstm = module.num_layers, module.mode == "LSTM"
-    firsts = _by_layer(packed, count, [] if hx is None else list(hx) if lstm else [hx])
-    of = _C.Recurrence(
-        CELLS[module.mode],
-        module.bias,
-        module.bidirectional,
-        bool(module.proj_size),
-        False,
-        module.training,
-        packed.fields if packed else [],
-    )
-    module._update_flat_weights()
-    weights = module._flat_weights
-    each = len(weights) // count
-    last: list[Tensor] = []
-    cells: list[Tensor] = []
-    for k in range(count):
-        if k and module.dropout and module.training:
-            # in the order of memory, which is that of the random numbers
-            x = torch.dropout(x if packed else x.transpose(0, 1), module.dropout, True)
-            x = x if packed else x.transpose(0, 1)
-        y, h, c = layer(k, count, of, x, *firsts[k], weights[k * each : (k + 1) * each])
-        last.append(h)
-        cells.append(c)
-        x = packed.pack(y) if packed else y
-    out: Any = PackedSequence(x, *input[1:]) if packed else x
-    if turns:
-        out = _C.of_its_own(x.transpose(0, 1))
-    h = _joined(last)
-    return out, (h, _joined(cells)) if lstm else h
-
-
-def _joined(states: list[Tensor]) -> Tensor:
+def _concat(states: tuple[Tensor, ...]) -> Tensor:
     return states[0] if len(states) == 1 else torch.cat(states)
 
 
-def _by_layer(
+def _split_states(
     packed: Packed | None, count: int, states: list[Tensor]
 ) -> list[tuple[Tensor | None, ...]]:
     """Return the first state and cell state of each layer; None: zeros."""
@@ -112,14 +98,8 @@ def _by_layer(
             for k in range(count)]  # fmt: skip
 
 
-def _mode(module: Any) -> str:
-    if isinstance(module, nn.RNNCell):
-        return f"RNN_{module.nonlinearity.upper()}"
-    return "LSTM" if isinstance(module, nn.LSTMCell) else "GRU"
-
-
 def can_serve(module: Any, input: Any, hx: Any = None) -> bool:
-    """Return True if csrc/nodes/recurrent.cpp knows this call; the framework's runs otherwise."""
+    """Return True if csrc/nodes/recurrent.cpp serves this call."""
     single = isinstance(module, nn.RNNCellBase)
     data, sizes = input[:2] if isinstance(input, PackedSequence) and not single else (input, None)
     lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
@@ -134,84 +114,83 @@ def can_serve(module: Any, input: Any, hx: Any = None) -> bool:
         return False
     if torch._C._are_functorch_transforms_active():
         return False
-    if torch.is_autocast_enabled(device) and not (device == "cpu" and _lowered(module, sizes)):
+    if torch.is_autocast_enabled(device) and not (device == "cpu" and _runs_onednn(module, sizes)):
         return False
-    if data.dim() != (2 if single or sizes is not None else 3):
-        return False
-    if data.shape[-1] != module.input_size:
+    dims = 2 if single or sizes is not None else 3
+    if data.dim() != dims or data.shape[-1] != module.input_size:
         return False
     if not states:
         return True
     if single:
-        wanted: list[Any] = [(len(data), module.hidden_size)] * (1 + lstm)
+        shapes: list[Any] = [(len(data), module.hidden_size)] * (1 + lstm)
     else:
-        wanted = [module.get_expected_hidden_size(data, sizes)]
+        shapes = [module.get_expected_hidden_size(data, sizes)]
         if lstm:
-            wanted.append(module.get_expected_cell_size(data, sizes))
-    return [tuple(t.shape) for t in states] == [tuple(w) for w in wanted]
+            shapes.append(module.get_expected_cell_size(data, sizes))
+    return [tuple(t.shape) for t in states] == [tuple(shape) for shape in shapes]
 
 
-def keeps_outputs(module: Any, input: Any) -> bool:
-    """Return True if layer by layer the outputs have the bits of the module's own: a GPU runs all
-    layers in one piece."""
+def has_same_bits(module: Any, input: Any) -> bool:
+    """Return True if `run` gives the stock outputs' bits: a GPU runs all layers in one call."""
     data = input[0] if isinstance(input, PackedSequence) else input
     return bool(data.is_cpu) or getattr(module, "num_layers", 1) == 1
 
 
-def _lowered(module: Any, sizes: Any) -> bool:
-    """Return True if all that autocast does to a call is to cast what oneDNN is given."""
+def _runs_onednn(module: Any, sizes: Any) -> bool:
+    """Return True if a CPU call under autocast is oneDNN's LSTM, whose operands alone are cast."""
     whole = isinstance(module, nn.LSTM) and sizes is None and not module.proj_size
     bfloat16 = torch.get_autocast_dtype("cpu") is torch.bfloat16
     onednn: Any = torch.backends.mkldnn
-    runs = onednn.is_available() and onednn.enabled
-    return whole and bfloat16 and runs and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    enabled = onednn.is_available() and onednn.enabled
+    return whole and bfloat16 and enabled and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def run_beside(notes: dict[str, str | None], call: Call) -> dict[str, Gradients] | None:
-    """Return gradients by parameter, from one more run of the module; None: it is replayed."""
+    """Return gradients by sample, by the parameter's name, from one more run of the module; None:
+    the call is not served, and is replayed. notes: get "through time" if it is served."""
     args, kwargs = call.arguments
+    x = args[0] if args else kwargs["input"]
     module: Any = copy_to_keep(call).module
     weights = recurrent_weights(module)
     ids = [id(p) for p in module._parameters.values() if p is not None]
     with call.regime.again():
-        known = can_serve(module, *args, **kwargs)
-    if not (weights and known and len(set(ids)) == len(ids) and _a_row_each(call)):
+        is_served = can_serve(module, *args, **kwargs)
+    if not (weights and is_served and len(set(ids)) == len(ids) and _has_one_row_each(call, x)):
         return None
     drops = module.training and getattr(module, "dropout", 0) > 0
-    if drops and not keeps_outputs(module, args[0] if args else kwargs["input"]):
-        return None  # its random numbers are cuDNN's own
-    layers: list[Any] = []
+    if drops and not has_same_bits(module, x):
+        return None  # cuDNN draws its random numbers itself
+    gathered: list[Any] = []  # by layer, the operands of each weight
 
     def layer(k: int, count: int, *operands: Any) -> Any:
-        layers.append(_C.Gathered())
-        return _C.call_recurrent([], *operands, layers[-1])
+        gathered.append(_C.Gathered())
+        return _C.call_recurrent([], *operands, gathered[-1])
 
     module.__dict__["forward"] = partial(run, layer, module)
     with call.regime.again():
         outputs, parameters = run_again(replace(call, module=module))
     arrived = [k for k, g in enumerate(call.grads) if g is not None]
-    made, grads = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
-    torch.autograd.grad(made, parameters, grads, allow_unused=True)
-    found: dict[str, Gradients] = {
+    ends, grads = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
+    torch.autograd.grad(ends, parameters, grads, allow_unused=True)
+    gradients: dict[str, Gradients] = {
         name: p.new_zeros(()).expand(call.n, *p.shape)
         for name, p in zip(call.names, parameters, strict=True)
     }
-    pairs = [pair for gathered in layers for pair in gathered.operands]
+    pairs = [pair for one in gathered for pair in one.operands]  # (activations, gradients) or None
     for (weight, bias), pair in zip(weights, pairs, strict=True):
-        if pair and weight in found:
-            found[weight] = Outer(pair[1], pair[0])
-        if pair and bias in found:
-            found[bias] = pair[1].sum(1)
+        if pair and weight in gradients:
+            gradients[weight] = Outer(pair[1], pair[0])
+        if pair and bias in gradients:
+            gradients[bias] = pair[1].sum(1)
     notes["through time"] = None
-    return found
+    return gradients
 
 
-def _a_row_each(call: Call) -> bool:
-    """Return True if a sample is one sequence, and where the module says."""
+def _has_one_row_each(call: Call, x: Any) -> bool:
+    """Return True if each sample is one sequence of the input, in the dimension of batch_first."""
     if call.samples is not None:  # packed
         return True
-    module, (args, kwargs) = call.module, call.arguments
-    x = args[0] if args else kwargs["input"]
-    first = isinstance(module, nn.RNNCellBase) or bool(module.batch_first)
-    is_there = isinstance(module, nn.RNNCellBase) or call.layout == (BATCH if first else SEQUENCE)
+    module, is_cell = call.module, isinstance(call.module, nn.RNNCellBase)
+    first = is_cell or bool(module.batch_first)
+    is_there = is_cell or call.layout == (BATCH if first else SEQUENCE)
     return bool(is_there and x.shape[0 if first else 1] == call.n)

@@ -1,9 +1,9 @@
-"""Attached, then compiled with fullgraph=True: the pass is recorded from within one graph.
+"""Recording inside one compiled graph, of a model compiled with fullgraph=True after attach.
 
-Dynamo traces the hooks of the root and the forwards of the layers. Here each leaves an operator in
-the graph that the compiler does not look into: `trace_begin` opens the pass, of whatever batch the
-graph is run on; `trace_layer` is a layer, and its backward, `trace_backward`, records what it would
-outside of a graph (csrc/nodes/trace.cpp).
+Dynamo traces the hooks of the root and the forwards of the layers. Each leaves an operator in the
+graph, into which the compiler does not look (csrc/nodes/trace.cpp). `trace_begin` opens the pass of
+the batch that the graph runs on. `trace_layer` is a layer, and `trace_backward` records its
+gradient. A token goes from each operator to the next, so that none is moved or left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..layers.rules import Layer
 if ops.NATIVE:
     from .. import _C
 
-# A layer's forward in plain PyTorch, for the compiler.
+# Forwards in plain PyTorch, from which the compiler infers shapes. By kind of layer.
 TRACED_FORWARDS: dict[str, Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor]] = {
     "linear": lambda layer, x, w, b: F.linear(x, w, b),
     "conv2d": lambda layer, x, w, b: F.conv2d(
@@ -41,56 +41,54 @@ TRACED_FORWARDS: dict[str, Callable[[Layer, Tensor, Tensor, Tensor | None], Tens
     ),
     "embedding": lambda layer, x, w, b: F.embedding(x, w),
 }
-LOWERED = ("linear", "conv2d")  # autocast computes them in its lower precision
-
-
-def _traceable(module: Any, layer: Layer) -> bool:
-    whole = not (layer.role or layer.inside or layer.pre_pad)
-    other = getattr(module, "sparse", False) or getattr(module, "max_norm", None) is not None
-    return layer.kind in TRACED_FORWARDS and whole and not other
+LOWERED = ("linear", "conv2d")  # kinds that autocast computes in its lower precision
 
 
 class Trace:
-    """What Dynamo reads of a probe. Its attributes are guards of what it compiles."""
+    """State of one probe that Dynamo reads; it recompiles when an attribute changes."""
 
     def __init__(self, options: Any, open_pass: Callable[..., Any]) -> None:
-        self.able = ops.NATIVE and options["weight_grad"] and options["backend"] != "vmap"
+        self.can_trace = ops.NATIVE and options["weight_grad"] and options["backend"] != "vmap"
         self.on = True  # neither removed nor paused
-        self.token: Tensor | bool | None = None  # of the layer before; False: nothing is recorded
-        self._options, self._open = options, open_pass
+        # While the root is traced: the latest operator's token; False: nothing is recorded.
+        self.token: Tensor | bool | None = None
+        self._options, self.open_pass = options, open_pass
         self._keys: dict[int, tuple[str, str]] = {}  # by module's id: its site's key, and its kind
-        self._held: list[Any] = []
-        self.calls: dict[str, TracedCall] = {}  # of the root, while it was traced
-        _make_room()
-        self._number = str(next(_numbers))  # an integer might become a symbol
+        self._site_keys: list[Any] = []  # which keep the keys valid
+        self.calls: dict[str, TracedCall] = {}  # by number
+        _reset_compiled_code()
+        self._number = str(next(_numbers))  # Dynamo might make a symbol of an integer
         _traces[self._number] = self
 
     def add(self, module: Any, layer: Layer, site: Any | None) -> None:
-        """Add a module that owns parameters."""
-        if not (self.able and site and _traceable(module, layer)):
-            self.able = False
-            return
-        self._held.append(_C.Key(site))
-        key = str(self._held[-1])
-        self._keys[id(module)] = key, layer.kind
-        _layers[key] = layer
+        """Add a module that owns parameters. One that cannot be traced rules out full graphs."""
+        altered = getattr(module, "sparse", False) or getattr(module, "max_norm", None) is not None
+        is_part = layer.role or layer.inside or layer.pre_pad
+        served = site and layer.kind in TRACED_FORWARDS and not is_part and not altered
+        self.can_trace = self.can_trace and bool(served)
+        if self.can_trace:
+            self._site_keys.append(_C.Key(site))
+            key = str(self._site_keys[-1])
+            self._keys[id(module)] = key, layer.kind
+            _layers[key] = layer
 
-    # In a trace. NotImplemented: what is done outside of graphs is to be done, at a break.
+    # While Dynamo traces. Returning NotImplemented breaks the graph, and the eager hook runs.
 
     def enter(self, module: Any, args: Any, kwargs: Any) -> Any:
-        if not self.able or _breaks_allowed():
+        """Leave `trace_begin` in the graph, where the root's forward begins."""
+        if not self.can_trace or _may_break():
             return NotImplemented
         if not self.on or not torch.is_grad_enabled():
             self.token = False
             return None
         n = batch_size(self._options, args, kwargs)
         tensors: list[Tensor] = []
-        how = _described((args, kwargs), tensors)
-        if n is None or how is None or not tensors:
+        arguments = _describe((args, kwargs), tensors)
+        if n is None or arguments is None or not tensors:
             return NotImplemented
         device = tensors[0].device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        call = _new_call(self._number, how, device, autocast)
+        call = _add_call(self._number, arguments, device, autocast)
         self.token = torch.ops.torchgradx.trace_begin(tensors, n, self._number, call)
         return None
 
@@ -101,7 +99,7 @@ class Trace:
         return None
 
     def layer(self, module: Any, x: Tensor, out: Tensor) -> Tensor:
-        """`out` is what the framework's own makes; the compiler leaves it out."""
+        """Return the output of `trace_layer`. out: of the stock forward, used for its dtype."""
         if self.token is False:
             return out
         key, kind = self._keys[id(module)]
@@ -111,39 +109,34 @@ class Trace:
                 weight = weight.to(out.dtype)
                 bias = None if bias is None else bias.to(out.dtype)
             x = x.to(out.dtype) if x.is_floating_point() else x
-        use = _new_use(key)
-        made, self.token = torch.ops.torchgradx.trace_layer(x, weight, bias, self.token, use)
-        return made
-
-    # When the graph runs
-
-    def begin(self, inputs: Sequence[Tensor], n: int, call: str) -> Any:
-        return self._open(n, self.calls[call], inputs)
+        use = _name_use(key)
+        y, self.token = torch.ops.torchgradx.trace_layer(x, weight, bias, self.token, use)
+        return y
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """How a graph's root was called when it was traced."""
+    """One call of the root that was traced."""
 
-    how: Any  # its arguments, see _described
+    arguments: Any  # see _describe
     device: str
     autocast: torch.dtype | None
 
 
 def root_of(model: nn.Module | None) -> nn.Module:
-    """Whose calls are passes: inside of what torch.compile made of a model, the model."""
+    """Return the module whose calls are passes: of a torch.compile wrapper, the model inside."""
     assert model is not None
     compiled = type(model).__name__ == "OptimizedModule" and "_orig_mod" in model._modules
     return model._orig_mod if compiled else model  # type: ignore[return-value]
 
 
-# A thread's dispatch keys: where autograd and autocast are at work.
+# Dispatch keys of a thread on which autograd and autocast work, unlike inside a graph's operator.
 KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 @contextlib.contextmanager
 def outside(model: nn.Module, call: TracedCall, inputs: Sequence[Tensor]) -> Iterator[Any]:
-    """Call the model of a running graph as it is without the compiler, and put all back."""
+    """Yield the arguments for an eager call of a running graph's model, and undo what it does."""
     copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
     with (
         model_kept(model),
@@ -153,18 +146,18 @@ def outside(model: nn.Module, call: TracedCall, inputs: Sequence[Tensor]) -> Ite
         torch.autocast(call.device, call.autocast, enabled=call.autocast is not None),
         torch.enable_grad(),
     ):
-        yield _restored(call.how, copies)
+        yield _restore(call.arguments, copies)
 
 
 _numbers = itertools.count(1)
 _traces: weakref.WeakValueDictionary[str, Trace] = weakref.WeakValueDictionary()
 _layers: weakref.WeakValueDictionary[str, Layer] = weakref.WeakValueDictionary()
-_codes: dict[int, weakref.ref[CodeType]] = {}  # compiled with a layer of ours inside
+_codes: dict[int, weakref.ref[CodeType]] = {}  # by id: code that calls a layer of ours
 
 
-def _make_room() -> None:
-    """Forget code that was compiled often, to be compiled anew where it is called: the compiler
-    refuses code that it has compiled eight times, also for models that are gone."""
+def _reset_compiled_code() -> None:
+    """Reset code that was compiled four times or more. Dynamo refuses code that it has compiled
+    eight times, even if the models are gone."""
     for key, ref in list(_codes.items()):
         code = ref()
         if code is None:
@@ -174,29 +167,30 @@ def _make_room() -> None:
             del _codes[key]
 
 
-def _described(value: Any, tensors: list[Tensor]) -> Any:
-    """Arguments as constants, their tensors put aside; None where that cannot be."""
+def _describe(value: Any, tensors: list[Tensor]) -> Any:
+    """Return arguments as nested (type, value), and append their tensors and numbers to `tensors`;
+    None for other types."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return "tensor", len(tensors) - 1
     if value is None or isinstance(value, (bool, str)):
         return "value", value
-    if isinstance(value, (int, float)):  # which may be a symbol
-        tensors.append(
-            torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
-        )
+    if isinstance(value, (int, float)):  # in a graph it may be a symbol
+        dtype = torch.int64 if isinstance(value, int) else torch.float64
+        tensors.append(torch.tensor(value, dtype=dtype))
         return "number", len(tensors) - 1
     if type(value) in (tuple, list):
-        parts = [_described(v, tensors) for v in value]
+        parts = [_describe(v, tensors) for v in value]
         return None if None in parts else (type(value).__name__, tuple(parts))
     if type(value) is dict:
-        parts = [_described(v, tensors) for v in value.values()]
+        parts = [_describe(v, tensors) for v in value.values()]
         return None if None in parts else ("dict", tuple(zip(value.keys(), parts, strict=True)))
     return None
 
 
-def _restored(how: Any, tensors: Sequence[Tensor]) -> Any:
-    kind, value = how
+def _restore(description: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the arguments that `_describe` has described."""
+    kind, value = description
     if kind == "tensor":
         return tensors[value]
     if kind == "value":
@@ -204,12 +198,12 @@ def _restored(how: Any, tensors: Sequence[Tensor]) -> Any:
     if kind == "number":
         return tensors[value].item()
     if kind == "dict":
-        return {key: _restored(part, tensors) for key, part in value}
-    parts = [_restored(part, tensors) for part in value]
+        return {key: _restore(part, tensors) for key, part in value}
+    parts = [_restore(part, tensors) for part in value]
     return tuple(parts) if kind == "tuple" else parts
 
 
-def _breaks_allowed() -> bool:
+def _may_break() -> bool:
     """Return True if the graph being traced may break."""
     from torch._dynamo.symbolic_convert import InstructionTranslator  # slow to import
 
@@ -217,18 +211,19 @@ def _breaks_allowed() -> bool:
     return not (tx.one_graph or tx.error_on_graph_break)
 
 
-def _new_call(probe: str, how: Any, device: str, autocast: torch.dtype | None) -> str:
+def _add_call(probe: str, arguments: Any, device: str, autocast: torch.dtype | None) -> str:
     number = str(next(_numbers))
-    _traces[probe].calls[number] = TracedCall(how, device, autocast)
+    _traces[probe].calls[number] = TracedCall(arguments, device, autocast)
     return number
 
 
-def _new_use(site: str) -> str:
+def _name_use(site: str) -> str:
+    """Return the name of a new use of a site, "key/number", while it is traced."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import LocalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    # The compiler bounds how often it compiles one code, but anew for each module that guards name.
+    # Dynamo limits how often it compiles one code object for each set of modules in its guards.
     tx = InstructionTranslator.current_tx()
     for name in [name for name, v in tx.output.local_scope.items() if isinstance(v, nn.Module)]:
         install_guard(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
@@ -236,7 +231,8 @@ def _new_use(site: str) -> str:
     return f"{site}/{next(_numbers)}"
 
 
-for _function in (_breaks_allowed, _new_call, _new_use):  # run while tracing, for their results
+# Dynamo calls these while it traces, and takes their results as constants.
+for _function in (_may_break, _add_call, _name_use):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
@@ -245,7 +241,7 @@ if ops.NATIVE:
 
     def _begin(inputs: Sequence[Tensor], n: int, probe: str, call: str) -> Tensor:
         trace = _traces.get(probe)
-        return _C.token(trace.begin(inputs, n, call) if trace is not None else None)
+        return _C.token(trace and trace.open_pass(n, trace.calls[call], inputs))
 
     for _key in ("CPU", "CUDA"):
         _library.impl("trace_begin", _begin, _key)
@@ -253,10 +249,10 @@ if ops.NATIVE:
     def _token() -> Tensor:
         return torch.empty(1, dtype=torch.int64, device="cpu")
 
-    def _like(of: Tensor, wanted: bool) -> Tensor:
+    def _like(t: Tensor, wanted: bool) -> Tensor:
         if not wanted:
-            return of.new_empty(0)
-        return torch.empty_like(of, memory_format=torch._prims_common.suggest_memory_format(of))
+            return t.new_empty(0)
+        return torch.empty_like(t, memory_format=torch._prims_common.suggest_memory_format(t))
 
     @torch.library.register_fake("torchgradx::trace_begin")
     def _(inputs: Any, n: Any, probe: Any, call: Any) -> Tensor:
@@ -269,8 +265,7 @@ if ops.NATIVE:
 
     @torch.library.register_fake("torchgradx::trace_backward")
     def _(g: Any, x: Any, weight: Any, bias: Any, token: Any, use: Any, wanted: Any) -> Any:
-        of = (x, weight, weight if bias is None else bias)
-        return tuple(map(_like, of, wanted))
+        return tuple(map(_like, (x, weight, weight if bias is None else bias), wanted))
 
     def _save(ctx: Any, inputs: Any, output: Any) -> None:
         x, weight, bias, _, ctx.use = inputs
@@ -279,8 +274,7 @@ if ops.NATIVE:
     def _backward(ctx: Any, g: Any, _: Any) -> Any:
         x, weight, bias, token = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:3])
-        found = torch.ops.torchgradx.trace_backward(g, x, weight, bias, token, ctx.use, wanted)
-        gradients = [g if want else None for g, want in zip(found, wanted, strict=True)]
-        return (*gradients, None, None)
+        grads = torch.ops.torchgradx.trace_backward(g, x, weight, bias, token, ctx.use, wanted)
+        return (*(g if want else None for g, want in zip(grads, wanted, strict=True)), None, None)
 
     torch.library.register_autograd("torchgradx::trace_layer", _backward, setup_context=_save)
