@@ -268,6 +268,10 @@ class Experts(nn.Module):
             rows, slot = (top == k).nonzero(as_tuple=True)
             if self.way in ("index_add", "positions") and len(rows):
                 y = y.index_add(0, rows, expert(f[rows]) * weight[rows, slot, None])
+            elif self.way == "by choice" and len(rows):
+                slot, rows = (top == k).T.nonzero(as_tuple=True)  # first choices first
+                part = expert(f[None, rows].flatten(0, 1))
+                y = y.index_add(0, rows, part * weight[rows, slot, None])
             elif self.way == "put" and len(rows):
                 y[rows] = y[rows] + expert(f[rows]) * weight[rows, slot, None]
             elif self.way == "mask":

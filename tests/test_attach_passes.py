@@ -224,15 +224,15 @@ def test_samples_that_are_not_found_are_said_to_be_so_and_what_to_do(model, reen
     assert ("use_reentrant=False" in str(error)) == reentrant
 
 
-@pytest.mark.parametrize("backend", ["auto", "vmap"])
-def test_complex_parameters_are_refused_and_real_ones_in_their_place_are_exact(backend):
+@pytest.mark.parametrize("options", [{}, {"backend": "vmap"}, {"clip": True}], ids=str)
+def test_complex_parameters_are_refused_and_real_ones_in_their_place_are_exact(options):
     def forward(m, x):
         return (x * torch.view_as_complex(m.w)).abs()
 
     model = Model(forward, w=torch.randn(3, 2))
-    check(model, square, torch.randn(N, 3), backend=backend)
+    check(model, square, torch.randn(N, 3), **options)
     model = Model(lambda m, x: (x * m.w).abs(), w=torch.randn(3, dtype=torch.complex128))
-    with torchgradx.attach(model, backend=backend) as probe:
+    with torchgradx.attach(model, **options) as probe:
         square(model, samples()).backward()
         refusal(probe, "view_as_complex")
 

@@ -166,6 +166,26 @@ def test_a_direction_of_one_number_receives_rounding_alone(options):
         assert bool((norms < 1e-12).all())
 
 
+@pytest.mark.skipif(not torchgradx.ops.NATIVE, reason="seen with the extension only")
+@a_few_modes
+def test_a_parameter_that_no_forward_uses_runs_nothing_again(options):
+    calls = []
+
+    def forward(m, x):
+        calls.append(None)
+        return m.l(x) + torch.randn(len(x), 2, dtype=x.dtype)
+
+    model = Model(forward, w=torch.randn(3), l=nn.Linear(3, 2)).double()
+    with torchgradx.attach(model, **options) as probe:
+        for _ in range(3):
+            calls.clear()
+            square(model, torch.randn(N, 3).double()).backward()
+            norms = probe.norms(per="parameter")
+            assert not norms["w"].any()
+            assert bool(norms["l.weight"].all())
+        assert len(calls) == 1
+
+
 class Hadamard(torch.autograd.Function):
     """(a @ b) * scale, with a context, as adapters have it: vmap has no rule for it."""
 

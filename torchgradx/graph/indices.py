@@ -27,6 +27,11 @@ def select_by_indices(indices: Any, shape: Sequence[int]) -> Selection | None:
     leading = list(indices or ())
     while leading and leading[-1] is None:
         leading.pop()
+    ones = 0
+    while leading and leading[0] is None and shape[ones] == 1:  # as of tensor[None, rows]
+        leading.pop(0)
+        ones += 1
+    shape = shape[ones:]
     if not leading:
         return None
     if leading[0] is None:
@@ -46,7 +51,7 @@ def select_by_indices(indices: Any, shape: Sequence[int]) -> Selection | None:
     rows = torch.zeros_like(parts[0])
     for part, size in zip(parts, shape, strict=False):
         rows = rows * size + part % max(1, size)
-    return Selection(rows.flatten(), prod(shape[:covered]), rows.dim())
+    return Selection(rows.flatten(), prod(shape[:covered]), ones + rows.dim())
 
 
 def select_along(

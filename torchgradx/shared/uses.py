@@ -95,9 +95,11 @@ class Uses:
         return self._layers[self._uses[k][0]].parameters if k >= 0 else (-1 - k,)
 
     def own(self, k: int, graph: Graph) -> tuple[Node, ...]:
-        """Return the nodes of a use's parameters, as far as they are in the graph."""
+        """Return the nodes of a use's parameters, as far as they are in the graph; complex ones
+        have no gradient per sample."""
         tensors = (self._tensors[place] for place in self.places(k))
-        nodes = [get_gradient_edge(p).node for p in tensors if p.requires_grad]
+        nodes = [get_gradient_edge(p).node for p in tensors
+                 if p.requires_grad and not p.is_complex()]  # fmt: skip
         return tuple(node for node in nodes if node in graph.parents)
 
     def leaves(self, plan: LiftPlan, called: set[int]) -> dict[int, Leaf]:

@@ -132,8 +132,10 @@ class Delivery:
     def _settle(self, use: RerunUse) -> None:
         """Deliver a backward's gradients, or refuse them."""
         grads = use.take_grads()
-        if all(g is None for g in grads):
-            return
+        run = use.run
+        is_used = not ops.NATIVE or run.silent or run.reaches(use.places)
+        if not is_used or all(g is None for g in grads):
+            return  # this graph does not use the parameters
         arguments: Any = None
         if len(use.arguments) < use.spec.num_leaves:  # cleared below
             self._recorder.refuse(self._index, "several_backwards")
@@ -144,11 +146,9 @@ class Delivery:
         except Exception as error:  # must not fail the user's backward
             if use.saves_through_hooks and arguments is None:
                 raise  # a checkpoint could not recompute: the user's backward fails as well
-            if ops.NATIVE and not use.run.reaches(use.places):
-                return  # this graph does not use the parameters
             sharded = is_sharded(use.module.parameters())
             self._refuse_error(RefusedError("sharded_apart") if sharded else error)
-        if not use.run.retained:
+        if not run.retained:
             use.arguments.clear()
         if use.has_several_nodes:  # after callbacks that are queued already
             at_the_end(partial(self._audit.compare_deferred, use.places))
