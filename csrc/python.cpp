@@ -92,7 +92,7 @@ void bind_pass(py::module_& m) {
       .def("add_recorded", &Recorder::add_recorded)
       .def_readwrite("auditing", &Recorder::auditing)
       .def_property("asking", &Recorder::asking, &Recorder::set_asking)
-      .def_readwrite("books", &Recorder::books)
+      .def_readwrite("keeps_tape", &Recorder::keeps_tape)
       .def_readwrite("shields", &Recorder::shields)
       .def("audited", &Recorder::audited)
       .def_property_readonly("sound",  // nothing was refused, and every edge belongs to a use
@@ -123,7 +123,7 @@ void bind_pass(py::module_& m) {
       .def_readonly("trainable", &Pass::trainable)
       .def_readonly("create_graph", &Pass::create_graph)
       .def_readonly("structure", &Pass::structure)
-      .def_readwrite("astray", &Pass::astray)
+      .def_readwrite("called_directly", &Pass::called_directly)
       .def_readwrite("recorded", &Pass::recorded)
       .def_readwrite("keep", &Pass::keep)
       .def_readonly("in_graph", &Pass::in_graph)
@@ -171,12 +171,13 @@ void bind_pass(py::module_& m) {
           "dots",
           [](const Pass& self) { return self.dots.defined() ? std::optional<Tensor>(self.dots) : std::nullopt; })
       .def("add_dots", &Pass::add_dots)
-      .def("book", [](Pass& self, py::object use) { self.book(std::make_shared<Callback>(Callback{std::move(use)})); })
-      .def("take_booked",
+      .def("keep_on_tape",
+           [](Pass& self, py::object use) { self.keep_on_tape(std::make_shared<Callback>(Callback{std::move(use)})); })
+      .def("take_tape",
            [](Pass& self) {
              py::list uses;
-             for (const Kept& kept : self.take_booked())
-               uses.append(kept.index() == 0 ? py::cast(std::get<0>(kept)) : std::get<1>(kept)->function);
+             for (const OnTape& use : self.take_tape())
+               uses.append(use.index() == 0 ? py::cast(std::get<0>(use)) : std::get<1>(use)->function);
              return uses;
            })
       .def("finish", [](Pass& self, int64_t parameter, const Tensor& sq_norms) { self.finish(parameter, sq_norms); })
@@ -319,10 +320,10 @@ void bind_capture(py::module_& m) {
       py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("output"),
       py::arg("mean") = std::nullopt, py::arg("var") = std::nullopt);
 
-  py::class_<Booked, std::shared_ptr<Booked>>(m, "Booked")
-      .def_property_readonly("parameters", &Booked::parameters)
-      .def_property_readonly("intact", &Booked::intact)
-      .def("weighted", &Booked::weighted, py::arg("factors"), py::arg("parameters"),
+  py::class_<TapeEntry, std::shared_ptr<TapeEntry>>(m, "TapeEntry")
+      .def_property_readonly("parameters", &TapeEntry::parameters)
+      .def_property_readonly("intact", &TapeEntry::intact)
+      .def("weighted", &TapeEntry::weighted, py::arg("factors"), py::arg("parameters"),
            py::call_guard<py::gil_scoped_release>())  // it may run autograd
       .attr("runs_again") = false;
 

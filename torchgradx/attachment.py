@@ -29,7 +29,6 @@ from .proof.forwards import Forward
 from .proof.samples import Samples
 from .proof.segments import SegmentExaminer, sample_rows
 from .proof.verdict import Verdict, cache_of
-from .record import plain
 from .record.backwards import Backwards
 from .record.checkpoints import PassOptions
 from .record.record import Record
@@ -44,7 +43,7 @@ from .sites.trace import Trace, TracedCall, outside, root_of
 if ops.NATIVE:
     from ._C import Pass, Recorder
 else:
-    Pass, Recorder = plain.Pass, plain.Recorder
+    from .record.plain import Pass, Recorder  # type: ignore[assignment]
 
 attachments: weakref.WeakSet[Any] = weakref.WeakSet()  # the attached probes
 # Removed probes whose layers a checkpointed graph may still recompute; kept alive until it is gone
@@ -114,8 +113,8 @@ class Attachment:
                 self._sites.append(site)
                 self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
             self._recorder.shields = not self._options["weight_grad"]
-            self._audit.attend()
-            self._recorder.books = self._options["clip"]
+            self._audit.hook_rerun_parameters()
+            self._recorder.keeps_tape = self._options["clip"]
             root = root_of(model)
             self._hooks = Hooks(root)
             add, more = self._hooks.add, {"with_kwargs": True}
@@ -162,7 +161,7 @@ class Attachment:
     # Forward
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if self._hooks is None or self._samples.silent:
+        if self._hooks is None or self._samples.is_silent:
             return  # removed since torch listed the hooks of this call; or a sample runs alone
         with without_user_modes():
             self._unwind()
@@ -184,7 +183,7 @@ class Attachment:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         self._settle()
         on, now = self._standing.on and not self._paused, PassOptions(self._joint, self._directed)
-        serial, context = self._record.takes(on, now)
+        serial, context = self._record.answer(on, now)
         if not serial:
             return None
         rows = sample_rows(self._options, args, kwargs)
@@ -203,10 +202,10 @@ class Attachment:
 
     def _pass_outside(self) -> Pass | None:
         """Return a pass for a module called outside of the model's forward, which is refused."""
-        if not self._record.takes(self._standing.on and not self._paused, outside=True).serial:
+        if not self._record.answer(self._standing.on and not self._paused, outside=True).serial:
             return None
         run = Pass(self._recorder, 0, self._parameters.tensors())
-        run.astray = True
+        run.called_directly = True
         self._recorder.enlist(run)  # for a checkpoint's recomputation to find
         return run
 
@@ -232,8 +231,8 @@ class Attachment:
         run = Pass(self._recorder, n, parameters)
         if context.directed:
             run.directions = move_directions(context.directed, parameters)
-        if self._recorder.books:
-            self._record.tape.within(module)
+        if self._recorder.keeps_tape:
+            self._record.tape.note_model(module)
         if context.joint is not None:
             run.keep = True
             context.joint.append(run)
@@ -246,7 +245,7 @@ class Attachment:
             return None
         self._settle()
         context = PassOptions(self._joint, self._directed)
-        run, new = self._open(root_of(self._model()), n, self._record.next(), context)
+        run, new = self._open(root_of(self._model()), n, self._record.next_serial(), context)
         if run is not None:
             if new:
                 self._recorder.enlist(run)
@@ -269,7 +268,7 @@ class Attachment:
             self._joint, self._local.eager = joint, None
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
-        if self._hooks is None or self._samples.silent:
+        if self._hooks is None or self._samples.is_silent:
             return
         self._unwind()
         if self._local.calls[-1:] == [call_of_hook()]:  # else it failed before _enter
@@ -337,7 +336,7 @@ class Attachment:
 
     def _began(self, run: Pass | None) -> None:
         if run is not None and run.recorded:
-            self._record.come_again(run)
+            self._record.reach_again(run)
         self._backwards.reach(run)
         if run is None or run.recorded:
             return
@@ -346,10 +345,10 @@ class Attachment:
             self._audit.examine_compiled(run)
             run.outside = None
         self._record.begin(run)
-        run.hooked = self._audit.hooked()
+        run.hooked = self._audit.places_with_user_hooks()
 
     def _over(self, tasks: list[int], done: bool) -> None:
-        self._audit.over(tasks, done)
+        self._audit.end_backward(tasks, done)
         if not done:
             self._record.undo(tasks)
 
@@ -358,16 +357,16 @@ class Attachment:
 
     def _received(self, place: int, gradient: Tensor | None) -> None:
         if self._recorder.shields:
-            self._audit.mute(place)
-        elif gradient is not None and not self._samples.silent:
+            self._audit.mute_user_hooks(place)
+        elif gradient is not None and not self._samples.is_silent:
             self._record.tape.add_other(place, gradient)
 
     def _settle(self) -> None:
         """Cache the verdicts whose first backward has ended and matched .grad."""
-        if not (self._backwards.open or self._audit.unsettled):
+        if not (self._backwards.open or self._audit.is_unsettled):
             return
-        if self._local.eager is None and not self._record.unreal():
-            self._backwards.sweep()
+        if self._local.eager is None and not self._record.has_no_values():
+            self._backwards.end_failed()
             self._audit.settle()
 
 

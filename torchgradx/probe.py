@@ -294,7 +294,7 @@ class Probe(Attachment):
         check_per(per)
         self._unwind()
         self._settle()
-        self._record.require(self in attachments, self._backwards.under_way())
+        self._record.require(self in attachments, self._backwards.is_under_way())
         require_all(self._record, self._recorder, self._parameters, self._layers)
         if self._tokens.on:
             self._tokens.warn()

@@ -173,7 +173,7 @@ class AtNode : public torch::autograd::FunctionPreHook {
       if (!pass_->arrive({place}, nullptr)) continue;
       for (int64_t more = 1; more < counted; ++more) pass_->arrive({place}, nullptr);
       pass_->finish(place, sq_norms, row);
-      if (gradients.defined()) pass_->book(std::make_shared<Booked>(place, gradients[row]));
+      if (gradients.defined()) pass_->keep_on_tape(std::make_shared<TapeEntry>(place, gradients[row]));
     }
     return true;
   }

@@ -57,7 +57,7 @@ struct Tap : torch::autograd::FunctionPreHook {
     const at::NoGradGuard no_grad;
     const Layer& layer = *use->site->layer;
     const Recorder& recorder = *use->site->recorder;  // of a weight, an audit and clipping ask for the shape
-    const Tensor w = recorder.auditing || recorder.books ? at::zeros({1}, dtype).expand(weight) : Tensor();
+    const Tensor w = recorder.auditing || recorder.keeps_tape ? at::zeros({1}, dtype).expand(weight) : Tensor();
     use->record({x.defined() ? layer.enter(x) : x, mean, rstd}, w, layer.enter_grad(g), /*received=*/true);
     return grads;
   }
@@ -94,7 +94,7 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
   const bool heard = watching() || c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (heard && site->recorder->depth() > 0) {
     py::gil_scoped_acquire gil;
-    site->recorder->met()(site->index, input);
+    site->recorder->site_called()(site->index, input);
   }
   const int64_t index = pass->call(site->index, slots, sizes.value_or(input.sizes()));
   if (!at::GradMode::is_enabled()) return {};

@@ -118,14 +118,14 @@ bool Use::receives() const {
 
 bool Use::fuses_alone(int64_t positions, const Tensor& operand) const {
   const Recorder& recorder = *site->recorder;
-  const bool asked = recorder.auditing || recorder.books || !pass->directions.empty();
+  const bool asked = recorder.auditing || recorder.keeps_tape || !pass->directions.empty();
   return wants_weight && receives() && !asked && !waits_for_weight() && !waits_for_bias() &&
          site->layout_of(*pass, index) == Layout::kBatch &&
          site->plan(pass->n, positions, operand) == Algorithm::kFused;
 }
 
 bool Use::keeps_gradients(const Operands& operands) const {
-  return site->recorder->books && operands.images == 1 && site->layer->keeps_gradients(operands);
+  return site->recorder->keeps_tape && operands.images == 1 && site->layer->keeps_gradients(operands);
 }
 
 void Use::finish(const Tensor& sq_norms) {

@@ -99,10 +99,11 @@ struct Use : torch::CustomClassHolder {
 };
 
 // A use kept for clipping, which asks for its parameters' gradients once more.
-class Booked {
+class TapeEntry {
  public:
-  Booked(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output, const Tensor& gradients);
-  Booked(int64_t parameter, Tensor gradients);  // [N, P, C] in the wider type, at a node of the framework's
+  TapeEntry(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+            const Tensor& gradients);
+  TapeEntry(int64_t parameter, Tensor gradients);  // [N, P, C] in the wider type, at a node of the framework's
   at::IntArrayRef parameters() const {
     return parameters_;
   }

@@ -26,21 +26,21 @@ struct Gate : torch::autograd::FunctionPreHook {
 
   variable_list operator()(const variable_list& grads) override {
     const auto of = recorder.lock();
-    if (!of || !(of->shields || of->books)) return grads;
-    const bool met = of->audited(get_current_graph_task_id());
+    if (!of || !(of->shields || of->keeps_tape)) return grads;
+    const bool has_pass = of->audited(get_current_graph_task_id());
     // The user's hooks that follow what is accumulated are called where nothing is, too.
-    if (of->shields ? met && node->tensor_post_acc_grad_hooks() : !met && grads[0].defined()) {
+    if (of->shields ? has_pass && node->tensor_post_acc_grad_hooks() : !has_pass && grads[0].defined()) {
       py::gil_scoped_acquire gil;
       of->received()(parameter, grads[0]);
     }
-    return of->shields && met ? variable_list(1) : grads;
+    return of->shields && has_pass ? variable_list(1) : grads;
   }
 };
 
 }  // namespace
 
 void Recorder::put_gate(int64_t parameter, const NodePtr& node) {
-  if (!node || !(shields || books)) return;
+  if (!node || !(shields || keeps_tape)) return;
   for (const auto& hook : node->pre_hooks()) {
     const auto* gate = dynamic_cast<const Gate*>(hook.get());
     if (gate && gate->recorder.lock().get() == this) return;
@@ -196,28 +196,28 @@ void Pass::enter(int64_t task, const Node* at) {
   }
   const auto passes = recorder->living();
   const std::lock_guard<std::mutex> lock(recorder->mutex);
-  if (!astray) audit_edges(at, passes);
+  if (!called_directly) audit_edges(at, passes);
   task_ = task;
 }
 
 Pass::State Pass::state() const {
   const std::lock_guard<std::mutex> lock(recorder->mutex);
-  return {entries, booked_, dots, create_graph, retained};
+  return {entries, tape_, dots, create_graph, retained};
 }
 
-void Pass::book(Kept use) {
+void Pass::keep_on_tape(OnTape use) {
   const std::lock_guard<std::mutex> lock(recorder->mutex);
-  booked_.push_back(std::move(use));
+  tape_.push_back(std::move(use));
 }
 
-std::vector<Kept> Pass::take_booked() {
+std::vector<OnTape> Pass::take_tape() {
   const std::lock_guard<std::mutex> lock(recorder->mutex);
-  return std::exchange(booked_, {});
+  return std::exchange(tape_, {});
 }
 
 void Pass::restore(const State& state) {
-  take_booked();
-  for (const Kept& use : state.booked) book(use);
+  take_tape();
+  for (const OnTape& use : state.tape) keep_on_tape(use);
   entries = state.entries, dots = state.dots;
   create_graph = state.create_graph, retained = state.retained;
 }

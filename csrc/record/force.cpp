@@ -167,17 +167,18 @@ std::shared_ptr<Pass> Recorder::current() const {
   if (get_current_graph_task_id() == -1) {
     if (!at::GradMode::is_enabled()) return nullptr;
     py::gil_scoped_acquire gil;
-    return astray_->function().cast<std::shared_ptr<Pass>>();
+    return called_directly_->function().cast<std::shared_ptr<Pass>>();
   }
   if (auto known = original()) {
     remember(*known);
     return *known;
   }
   const auto passes = living();  // of what is called outside of the model no stretch is known
-  const bool astray = std::any_of(passes.begin(), passes.end(), [](const auto& pass) { return pass->astray; });
-  if (!astray || held_ <= 0) return nullptr;
+  const bool called_directly =
+      std::any_of(passes.begin(), passes.end(), [](const auto& pass) { return pass->called_directly; });
+  if (!called_directly || held_ <= 0) return nullptr;
   py::gil_scoped_acquire gil;
-  return astray_->function().cast<std::shared_ptr<Pass>>();
+  return called_directly_->function().cast<std::shared_ptr<Pass>>();
 }
 
 void Recorder::hold() {

@@ -82,15 +82,15 @@ std::vector<const Node*> roots_beside(const std::unordered_set<Node*>& reached) 
 
 }  // namespace
 
-Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
-                   py::object received, py::object astray)
+Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object site_called,
+                   py::object received, py::object called_directly)
     : parameters(parameters),
       began_(new Callback{std::move(began)}),
       finish_(new Callback{std::move(finish)}),
       drained_(new Callback{std::move(drained)}),
-      met_(new Callback{std::move(met)}),
+      site_called_(new Callback{std::move(site_called)}),
       received_(new Callback{std::move(received)}),
-      astray_(new Callback{std::move(astray)}),
+      called_directly_(new Callback{std::move(called_directly)}),
       before_{at::RecordFunction::currentThreadId(), 0, at::sequence_number::peek()} {}
 
 std::shared_ptr<const Owners> Recorder::owners() const {
@@ -151,7 +151,7 @@ bool Pass::needed(int64_t parameter) const {
 
 int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef sizes,
                    const std::vector<Tensor>& given) {
-  if (astray) {
+  if (called_directly) {
     refusals.emplace_back(site, "outside");
     return -1;
   }
@@ -245,7 +245,7 @@ bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
   if (!any) return false;  // autograd.grad of something else: no gradient of ours is computed
   const int64_t task = get_current_graph_task_id();
   if (task_ != task || !recorded) enter(task, at);
-  if (astray) return false;
+  if (called_directly) return false;
   if (!all) recorder->refuse(-1, "some_inputs");
   if (at::GradMode::is_enabled()) create_graph = true;
   if (torch::autograd::get_current_graph_task_keep_graph()) retained = true;
@@ -374,7 +374,7 @@ std::vector<int64_t> Pass::changed() const {
 void Pass::clear() {
   recorded = false;
   dots = Tensor();
-  take_booked();
+  take_tape();
   for (Entry& entry : entries) {
     entry.parts = 0;
     entry.late = false;

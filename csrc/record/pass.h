@@ -27,7 +27,7 @@ using torch::autograd::Node;
 using NodePtr =
     std::decay_t<decltype(std::declval<const Tensor&>().grad_fn())>;  // shared or intrusive: torch changed it
 
-class Booked;
+class TapeEntry;
 class Pass;
 struct Segments;
 
@@ -91,7 +91,7 @@ struct Owners {
 
 using Refusal = std::pair<int64_t, std::string>;  // (site, cause): torchgradx/refusals.py
 
-using Kept = std::variant<std::shared_ptr<Booked>, std::shared_ptr<Callback>>;  // for clipping: a use, or Python's own
+using OnTape = std::variant<std::shared_ptr<TapeEntry>, std::shared_ptr<Callback>>;  // a use, or Python's own
 
 struct Tally {                   // of what a backward adds to the record besides norms
   std::vector<int64_t> balance;  // graph edges into each parameter, minus recorded uses: anything but 0 is unaccounted
@@ -106,15 +106,15 @@ struct Stretch {  // of the graph nodes made on a thread, by sequence number
 // What all passes of one probe share.
 class Recorder : public std::enable_shared_from_this<Recorder> {
  public:
-  Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object met,
-           py::object received, py::object astray);
+  Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object site_called,
+           py::object received, py::object called_directly);
 
   void enlist(const std::shared_ptr<Pass>& pass);
   void push(std::shared_ptr<Pass> pass);  // enlisted; nullptr: record nothing on this thread until pop()
   void pop();
   int64_t depth() const;  // how many are in force on this thread, one within another
-  // Of this thread; in a recomputation, the pass that it belongs to; outside of the model's forward, one that is
-  // astray.
+  // Of this thread; in a recomputation, the pass that it belongs to; outside of the model's forward, one with
+  // called_directly set.
   std::shared_ptr<Pass> current() const;
   // The pass whose forward made the node that runs now; nullptr: one that was not recorded here; nothing: not known.
   std::optional<std::shared_ptr<Pass>> original() const;
@@ -143,8 +143,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // Backwards, and parameters of which something is recorded that these did not receive.
   std::vector<std::pair<int64_t, int64_t>> untaken(const std::vector<int64_t>& tasks) const;
 
-  bool books = false;    // clipping: uses are kept as they arrive
-  bool shields = false;  // norms only: what a recorded backward brings leaves .grad as it was
+  bool keeps_tape = false;  // clipping: uses are kept as they arrive
+  bool shields = false;     // norms only: what a recorded backward brings leaves .grad as it was
   void put_gate(int64_t parameter, const NodePtr& node);
   py::object received() const {
     return received_->function;
@@ -173,12 +173,12 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   py::object finish() const {
     return finish_->function;
   }
-  py::object met() const {
-    return met_->function;
+  py::object site_called() const {
+    return site_called_->function;
   }
 
  private:
-  std::unique_ptr<Callback> began_, finish_, drained_, met_, received_, astray_;
+  std::unique_ptr<Callback> began_, finish_, drained_, site_called_, received_, called_directly_;
   // The sum, how large its terms were, and whether somebody wrote into it: a single term is on its way to be .grad.
   struct Recorded {
     Tensor sum;
@@ -215,7 +215,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
   bool wide = false;                  // a trainable parameter is float64
   std::vector<int64_t> trainable;     // parameters, when the forward began
   std::vector<int64_t> hooked;        // norms only: parameters that get their gradient all the same, for hooks on them
-  bool astray = false;                // of a module called outside of the model's own forward: refused when read
+  bool called_directly = false;       // of a module called outside of the model's own forward: refused when read
   bool recorded = false;              // it is part of the record
   bool keep = false;                  // more forwards of the same samples may come: finish nothing before it is read
   bool create_graph = false;          // seen in backward; refused when read
@@ -233,8 +233,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
   std::vector<std::optional<Tensor>> directions;  // by parameter; none, or empty: no products with it
   Tensor dots;                                    // [N] in float64, of what has arrived; undefined before
   void add_dots(const Tensor& dots);
-  void book(Kept use);
-  std::vector<Kept> take_booked();
+  void keep_on_tape(OnTape use);
+  std::vector<OnTape> take_tape();
 
   struct Use {
     int64_t site;
@@ -278,7 +278,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
   struct State {  // of what backwards bring
     std::vector<Entry> entries;
-    std::vector<Kept> booked;
+    std::vector<OnTape> tape;
     Tensor dots;
     bool create_graph, retained;
   };
@@ -288,7 +288,7 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
  private:
   std::atomic<int64_t> task_{-1};  // the latest backward that came to it
-  std::vector<Kept> booked_;       // under the recorder's mutex
+  std::vector<OnTape> tape_;       // under the recorder's mutex
   void enter(int64_t task, const Node* at);
   int64_t forgotten_ = 0;  // uses of earlier forwards of the same samples
   // False: its gradient is another parameter's.

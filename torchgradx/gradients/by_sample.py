@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from .._types import Pass, Recorder
 from ..hooks.versions import Versions
 from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
@@ -157,7 +158,7 @@ class BySample:
         return [weighted(self._grads, factors)]
 
 
-def deliver(run: Any, recorder: Any, place: int, g: Gradients) -> None:
+def deliver(run: Pass, recorder: Recorder, place: int, g: Gradients) -> None:
     """Record the gradients of the parameter at `place` in a pass.
     If other uses of the parameter are still to come, the pass waits for them; else it takes the
     squared norms."""
@@ -168,11 +169,11 @@ def deliver(run: Any, recorder: Any, place: int, g: Gradients) -> None:
     keep(run, recorder, place, g)
 
 
-def keep(run: Any, recorder: Any, place: int, g: Gradients) -> None:
+def keep(run: Pass, recorder: Recorder, place: int, g: Gradients) -> None:
     """Keep the gradients for clipping, and record their dot products with the direction, if any."""
-    if recorder.books:
+    if recorder.keeps_tape:
         # Of one sample the tensor becomes .grad, into which later backwards add.
-        run.book(BySample(place, g.clone() if run.n == 1 and isinstance(g, Tensor) else g))
+        run.keep_on_tape(BySample(place, g.clone() if run.n == 1 and isinstance(g, Tensor) else g))
     direction = run.directions[place] if run.directions else None
     if direction is not None:
         run.add_dots(along(g, direction))

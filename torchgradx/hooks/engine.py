@@ -41,7 +41,7 @@ def put_gate(recorder: Any, place: int, node: Any, parameter: Tensor) -> None:
             return None
         has_pass = recorder.audited(torch._C._current_graph_task_id())
         if not recorder.shields:
-            if recorder.books and not has_pass and grads[0] is not None:
+            if recorder.keeps_tape and not has_pass and grads[0] is not None:
                 recorder.received(place, grads[0])
             return None
         # The user's hooks after accumulation must run although nothing is accumulated.
@@ -50,7 +50,7 @@ def put_gate(recorder: Any, place: int, node: Any, parameter: Tensor) -> None:
         return (None,) if has_pass else None
 
     gates: Any = node.metadata.setdefault("torchgradx gates", weakref.WeakSet())
-    if (recorder.shields or recorder.books) and recorder not in gates:
+    if (recorder.shields or recorder.keeps_tape) and recorder not in gates:
         gates.add(recorder)
         node.register_prehook(gate)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -112,7 +112,7 @@ class Parameters:
         return [place for place, p in enumerate(self.tensors()) if p.requires_grad]
 
 
-def _values(tables: Iterable[dict[str, Any]]) -> list[Any]:
+def _values(tables: Sequence[dict[str, Any]]) -> list[Any]:
     return [value for table in tables for value in table.values()]
 
 
@@ -120,12 +120,14 @@ if ops.NATIVE:
     from .._C import facts, stand
 else:
 
-    def facts(tables: Iterable[dict[str, Any]], keys: Any, tensors: list[Tensor]) -> bytes:
+    def facts(
+        tables: Sequence[dict[str, Any]], keys: tuple[str, ...], tensors: Sequence[Tensor]
+    ) -> bytes:
         """Return bytes: whether each table's keys are true, and each tensor requires a gradient."""
         own = [bool(table.get(key)) for table in tables for key in keys]
         return bytes([*own, *(t.requires_grad for t in tensors)])
 
-    def stand(tables: Iterable[dict[str, Any]], before: list[Any]) -> bool:
+    def stand(tables: Sequence[dict[str, Any]], before: list[Any]) -> bool:
         """Return True if the dictionaries' values, in order, are the same objects as before."""
         now = _values(tables)
         return len(now) == len(before) and all(map(is_, now, before))

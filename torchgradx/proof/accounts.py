@@ -7,15 +7,17 @@ CoverageError that lists them. A `place` is a parameter's index in the table of 
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import Any
 
+from .._types import Recorder
 from ..layers.rules import Layer
 from ..layers.table import Parameters
 from ..record.record import Record
 from ..refusals import cause, key_of, refused
 
 
-def require_all(record: Record, recorder: Any, parameters: Parameters, layers: list[Layer]) -> None:
+def require_all(
+    record: Record, recorder: Recorder, parameters: Parameters, layers: list[Layer]
+) -> None:
     """Raise CoverageError if the norm of any trainable parameter may be wrong or incomplete."""
     runs = [run for run, _ in record.runs]
     sound = recorder.sound and all(run.sound for run in runs)
@@ -43,7 +45,7 @@ def require_all(record: Record, recorder: Any, parameters: Parameters, layers: l
 
 
 def _causes_of_refusals(
-    recorder: Any, layers: list[Layer], trainable: list[int], silent: bool
+    recorder: Recorder, layers: list[Layer], trainable: list[int], silent: bool
 ) -> dict[int, str]:
     """Return {place: cause} for the recorder's refusals. One of a layer without trainable
     parameters, or of the model (site -1), covers all. silent: a reentrant checkpoint hid nodes."""

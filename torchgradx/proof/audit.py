@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import ops
+from .._types import Pass
 from ..errors import CoverageError
 from ..graph.layout import NOWHERE
 from ..graph.modes import in_batched_backward
@@ -50,7 +51,7 @@ class _Pending(NamedTuple):
     keys: Sequence[Any]
     calls: Any  # a second key, for batches of other sizes; None: cache it under `keys` only
     verdict: Verdict
-    run: Any
+    run: Pass
 
 
 class Audit:
@@ -81,7 +82,7 @@ class Audit:
 
     # Forward
 
-    def key(self, run: Any, trace: ForwardTrace) -> Any:
+    def key(self, run: Pass, trace: ForwardTrace) -> Any:
         """Return the cache key of a pass's structure."""
         # In a backward, a checkpoint runs the model again: less can be proven there.
         in_backward = torch._C._current_graph_task_id() != -1
@@ -93,7 +94,7 @@ class Audit:
         return len(verdicts) == 1 and verdicts[0].is_final
 
     def recall(
-        self, run: Any, key: Any, trace: ForwardTrace, outputs: Sequence[Tensor]
+        self, run: Pass, key: Any, trace: ForwardTrace, outputs: Sequence[Tensor]
     ) -> tuple[Verdict, Match | None] | None:
         """Return the cached verdict and the nodes of its lift plan; None if examine() must look."""
         cached = self._verdicts.get(key, ())
@@ -180,13 +181,13 @@ class Audit:
             self.cache_later([key], calls_of(key, forward.uses), verdict, forward.run)
         return verdict
 
-    def cache_later(self, keys: Sequence[Any], calls: Any, verdict: Verdict, run: Any) -> None:
+    def cache_later(self, keys: Sequence[Any], calls: Any, verdict: Verdict, run: Pass) -> None:
         """Cache a verdict under these keys once a backward of its pass has ended and agreed."""
         with self._lock:
             self._pending.append(_Pending(keys, calls, verdict, run))
             self._start_comparing()
 
-    def examine_compiled(self, run: Any) -> None:
+    def examine_compiled(self, run: Pass) -> None:
         """Examine a pass of compiled graphs at its first gradient, by running it uncompiled."""
         key = run.structure, run.n
         # What the batch's values chose does not show in a compiled graph.
@@ -212,7 +213,7 @@ class Audit:
         task = torch._C._current_graph_task_id()
         self._lift.delivered.update((task, place) for place in places)
 
-    def attend(self) -> None:
+    def hook_rerun_parameters(self) -> None:
         """Hook, until the probe is removed, the parameters that are always compared."""
         self.always &= self._hook_each(self.always)
 
@@ -235,7 +236,7 @@ class Audit:
         else:
             self._hooks.before(p, hook)
 
-    def _hook_sharded(self, run: Any, sites: Sequence[int]) -> None:
+    def _hook_sharded(self, run: Pass, sites: Sequence[int]) -> None:
         """Hook the tensors that fully_shard makes in the first forward and computes with, and have
         the pass expect those that no recorded call was given."""
         called = {place for site in sites for place in self._layers[site].parameters}
@@ -247,7 +248,7 @@ class Audit:
                 if place in self.always and p.requires_grad and p not in self._hooked_tensors:
                     self._hook(place, p)
 
-    def hooked(self) -> list[int]:
+    def places_with_user_hooks(self) -> list[int]:
         """Return parameters with user hooks, which get a gradient even if only norms are wanted."""
         tensors = self._parameters.wholes() if self._recorder.shields else []
         return [place for place, p in enumerate(tensors) if has_user_hooks(p._backward_hooks)]
@@ -281,7 +282,7 @@ class Audit:
         else:
             self._to_compare[key] = gradient.detach().clone()
 
-    def mute(self, place: int) -> None:
+    def mute_user_hooks(self, place: int) -> None:
         """Take away a parameter's post-accumulate hooks until this backward, which accumulates
         nothing into its .grad, has ended."""
         hooks: Any = self._parameters.tensor(place)._post_accumulate_grad_hooks
@@ -289,7 +290,7 @@ class Audit:
             self._muted[place] = dict(hooks), torch._C._current_graph_task_id()
             hooks.clear()
 
-    def over(self, tasks: Sequence[int], done: bool) -> None:
+    def end_backward(self, tasks: Sequence[int], done: bool) -> None:
         """Clean up after a backward and those inside it. done: none of them failed."""
         delivered = self._lift.delivered
         if self._without_pass or self._muted or self._to_compare:
@@ -338,7 +339,7 @@ class Audit:
             self._record.mismatched.add(key)
 
     @property
-    def unsettled(self) -> bool:
+    def is_unsettled(self) -> bool:
         """Return True if settle() has something to do."""
         return bool(self._pending or self._recorder.auditing or self._hooks.tensors or self.always)
 

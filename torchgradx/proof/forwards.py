@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
+from .._types import Pass
 from ..graph.arguments import has_flat_rows, sized_tensors_in
 from ..graph.constant import Watch
 from ..graph.layout import SHARED
@@ -108,7 +109,7 @@ class ForwardTrace(NamedTuple):
 class Forward:
     """A forward of the model that has ended."""
 
-    run: Any  # its pass
+    run: Pass  # its pass
     uses: Sequence[Any]  # (site, sizes of the output, node of the output, output of the node)
     outputs: Sequence[Tensor]  # of the model
     trace: ForwardTrace

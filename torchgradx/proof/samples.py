@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from .._types import Pass
 from ..graph.arguments import size_of_batch, sized_tensors_in, tensors_in
 from ..graph.nodes import Graph
 from ..kept import model_kept, random_state_kept
@@ -73,14 +74,14 @@ class Samples:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Mark the forwards and backwards inside as ours, on this thread."""
-        before, self._local.silent = self.silent, True
+        before, self._local.silent = self.is_silent, True
         try:
             yield
         finally:
             self._local.silent = before
 
     @property
-    def silent(self) -> bool:
+    def is_silent(self) -> bool:
         """Return True if one of our own forwards or backwards runs on this thread."""
         return getattr(self._local, "silent", False)
 
@@ -91,7 +92,7 @@ class Samples:
         if self._is_on:
             self._generators = _generator_states(self._parameters.tensors())
 
-    def listen(self, run: Any, key: Any, module: nn.Module, arguments: Any, out: Any) -> None:
+    def listen(self, run: Pass, key: Any, module: nn.Module, arguments: Any, out: Any) -> None:
         """Keep what the check needs at the end of a forward, if its structure is new."""
         if not self._is_on or run.n < 2 or key in self._checked:
             return
@@ -125,7 +126,7 @@ class Samples:
 
     def _arrive(self, serial: int, call: KeptForward, output: int, g: Tensor) -> None:
         """Add up the gradient of an output: it may come in parts."""
-        if self.silent or torch._C._current_graph_task_id() == -1:
+        if self.is_silent or torch._C._current_graph_task_id() == -1:
             return
         before = call.grads.get(output)
         call.grads[output] = g.detach() if before is None else before + g.detach()
@@ -133,7 +134,7 @@ class Samples:
         if all(call is not other for other in calls):
             calls.append(call)
 
-    def check(self, runs: Sequence[Any]) -> None:
+    def check(self, runs: Sequence[Pass]) -> None:
         """Check these passes at the end of their first backward. Never raises."""
         for run in runs:
             calls = self._arrived.pop(run.serial, [])
@@ -141,7 +142,7 @@ class Samples:
                 self._check(run, calls)
         self._arrived.clear()
 
-    def _check(self, run: Any, calls: Sequence[KeptForward]) -> None:
+    def _check(self, run: Pass, calls: Sequence[KeptForward]) -> None:
         sample = 0
         try:
             for sample in (0, run.n - 1):
@@ -156,7 +157,7 @@ class Samples:
             return
         self._checked.update({call.key: None for call in calls})
 
-    def _compare(self, run: Any, calls: Sequence[KeptForward], sample: int) -> dict[int, str]:
+    def _compare(self, run: Pass, calls: Sequence[KeptForward], sample: int) -> dict[int, str]:
         """Return {place: cause} for the parameters whose norm differs."""
         tensors = self._parameters.tensors()
         live = {place: tensors[place] for place in run.trainable}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._types import Pass
 from ..graph.routes import same_routes
 from ..layers.modules import build_of
 from ..refusals import cause
@@ -73,7 +74,7 @@ class Verdict:
             self.zeros_version = version
         return not self.routes or same_routes(self.routes, routes())
 
-    def apply(self, run: Any) -> None:
+    def apply(self, run: Pass) -> None:
         """Give a pass these layouts and refusals."""
         run.layouts = run.layouts + self.layouts
         for site, reason in self.refusals:
@@ -100,7 +101,7 @@ def total_version(tensors: Sequence[Tensor]) -> int:
     return sum(p._version for p in tensors)
 
 
-def verdict_of_compiled(run: Any) -> Verdict:
+def verdict_of_compiled(run: Pass) -> Verdict:
     """Return the verdict on a pass of compiled graphs, by running its forwards uncompiled."""
     examined: list[tuple[Verdict, list[Any]]] = []
     try:
@@ -123,7 +124,7 @@ def verdict_of_compiled(run: Any) -> Verdict:
     )
 
 
-def is_finite(run: Any) -> bool:
+def is_finite(run: Pass) -> bool:
     """Return True if all that a pass recorded is finite: inf and nan agree with any gradient."""
     waiting = [g for place in run.waiting() for _, _, g, _ in run.terms(place)]
     return all(bool(t.isfinite().all()) for t in (run.total(None), *waiting))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._types import Pass, Recorder
 from ..hooks.copies import untraced
 from ..hooks.engine import at_the_end
 
@@ -19,13 +20,13 @@ from ..hooks.engine import at_the_end
 class Backwards:
     """The backwards under way that have reached passes of one probe."""
 
-    def __init__(self, recorder: Any, over: Any, finished: Any) -> None:
+    def __init__(self, recorder: Recorder, over: Any, finished: Any) -> None:
         """over: called after each backward with its tasks, and False if it failed. finished: called
         last in the outermost backward, with the passes that no backward had reached before."""
         self._recorder, self._over, self.finished = recorder, over, finished
         self.open: dict[int, _Backward] = {}  # by task
 
-    def reach(self, run: Any) -> None:
+    def reach(self, run: Pass | None) -> None:
         """Note that the current backward reaches a pass; None: only open the backward."""
         task = torch._C._current_graph_task_id()
         if task == -1:
@@ -42,7 +43,7 @@ class Backwards:
             at_the_end(_End(backward))
         return backward
 
-    def sweep(self) -> None:
+    def end_failed(self) -> None:
         """End, outside of any backward, failed ones that an exception's traceback keeps alive."""
         if self.open and torch._C._current_graph_task_id() == -1:
             for backward in list(self.open.values()):
@@ -51,9 +52,9 @@ class Backwards:
 
     def is_idle(self) -> bool:
         """Return True if no backward runs on this thread, and none of ours on another."""
-        return torch._C._current_graph_task_id() == -1 and not self.under_way()
+        return torch._C._current_graph_task_id() == -1 and not self.is_under_way()
 
-    def under_way(self) -> bool:
+    def is_under_way(self) -> bool:
         """Return True if one of ours runs on another thread."""
         if not self.open or torch._C._current_graph_task_id() != -1:
             return False
@@ -84,10 +85,10 @@ class _Backward:
         self._states: dict[Any, Any] = {}  # of the other passes, before this backward
         self._owner, self._has_ended = owner, False
 
-    def has_reached(self, run: Any) -> bool:
+    def has_reached(self, run: Pass) -> bool:
         return run in self._new_passes or run in self._states
 
-    def add(self, run: Any) -> None:
+    def add(self, run: Pass) -> None:
         if run.recorded:
             self._states[run] = run.state()
         else:

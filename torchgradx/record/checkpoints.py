@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
+from .._types import Recorder
 from ..refusals import cause
 
 _C = torch._C._autograd
@@ -56,7 +57,7 @@ class _Notes:
 class Frames:
     """The answers of one probe."""
 
-    def __init__(self, recorder: Any) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._born = recorder, recorder.next_node()
         self._notes: dict[int, _Notes] = {}  # by thread
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._types import Pass, Recorder
 from ..hooks.copies import untraced
 from ..hooks.listening import drop_empty_tables, has_user_hooks
 from ..layers.table import Parameters
@@ -38,7 +39,7 @@ class Sum(NamedTuple):
 class ClipTape:
     """The uses of a record's passes, and what .grad holds besides their gradients."""
 
-    def __init__(self, recorder: Any, parameters: Parameters, loss_scale: Any) -> None:
+    def __init__(self, recorder: Recorder, parameters: Parameters, loss_scale: Any) -> None:
         self._recorder, self._parameters, self._loss_scale = recorder, parameters, loss_scale
         self._uses: deque[tuple[Any, Any, list[int]]] = deque()  # (pass, use, its parameters)
         self._tensors: list[Tensor] = []  # by place, while clipping
@@ -52,7 +53,7 @@ class ClipTape:
         self.closed = False  # the record is clipped already
         self._ddp: Callable[[], Any] = lambda: None
 
-    def within(self, module: nn.Module) -> None:
+    def note_model(self, module: nn.Module) -> None:
         """Note the DistributedDataParallel around the model whose forward begins."""
         ddp = data_parallel(module)
         if ddp is not None:
@@ -60,9 +61,9 @@ class ClipTape:
 
     def close(self, runs: Iterable[Any]) -> None:
         """Remove all hooks, and drop what the tape and these passes keep."""
-        self._recorder.books = False
+        self._recorder.keeps_tape = False
         for run in runs:
-            run.take_booked()
+            run.take_tape()
         for _, hook in self._hooks.values():
             hook.remove()
         drop_empty_tables([p for p, _ in self._hooks.values()])
@@ -77,7 +78,7 @@ class ClipTape:
 
     def begin(self, first: bool) -> None:
         """Begin a pass before its gradients reach .grad. first: of the record."""
-        if not self._recorder.books:
+        if not self._recorder.keeps_tape:
             return
         tensors = self._parameters.tensors()
         if not first:
@@ -127,7 +128,7 @@ class ClipTape:
         """Note that a backward failed. alone: the record holds nothing else."""
         if alone:
             self.clear()
-        elif self._recorder.books:
+        elif self._recorder.keeps_tape:
             self._is_torn = True  # a part of its gradients is in .grad
 
     def add_other(self, place: int, gradient: Tensor) -> None:
@@ -137,9 +138,9 @@ class ClipTape:
             gradient = gradient.detach()
             self._others[place] = gradient.clone() if before is None else before + gradient
 
-    def check(self, unscaled: float, runs: Sequence[Any]) -> None:
+    def check(self, unscaled: float, runs: Sequence[Pass]) -> None:
         """Raise where the record cannot be clipped, before any .grad is changed."""
-        if not self._recorder.books:
+        if not self._recorder.keeps_tape:
             raise RuntimeError(
                 "clip_grad_norm_ needs what the backward had in its hands: attach(..., clip=True)"
             )
@@ -150,7 +151,7 @@ class ClipTape:
         tensors = self._tensors = self._parameters.tensors()
         if is_sharded(tensors):
             self._refuse("clip_sharded", (k for k, p in enumerate(tensors) if is_sharded([p])))
-        self._uses.extend((run, use, use.parameters) for run in runs for use in run.take_booked())
+        self._uses.extend((run, use, use.parameters) for run in runs for use in run.take_tape())
         used = {place for _, _, places in self._uses for place in places}
         self._idle = {place for place in self._maybe_idle(used) if _is_idle(place, runs)}
         used -= self._idle
@@ -180,7 +181,7 @@ class ClipTape:
         if names:
             raise refused_all(why, names)
 
-    def clip(self, runs: Sequence[Any], groups: list[ClipGroup], unscaled: float) -> None:
+    def clip(self, runs: Sequence[Pass], groups: list[ClipGroup], unscaled: float) -> None:
         """Put the clipped gradients into .grad. runs: the passes, in the order of the groups'
         factors. unscaled: what a GradScaler has multiplied .grad by since the backward."""
         ddp = self._ddp() if groups else None
@@ -196,13 +197,15 @@ class ClipTape:
         if ddp is not None:
             self._average(ddp, written, unscaled)
 
-    def _sums(self, runs: Sequence[Any], groups: list[ClipGroup], unscaled: float) -> Iterator[Sum]:
+    def _sums(
+        self, runs: Sequence[Pass], groups: list[ClipGroup], unscaled: float
+    ) -> Iterator[Sum]:
         """Yield the clipped gradients of each use, and drop the use."""
         numbers, tensors = {id(run): k for k, run in enumerate(runs)}, self._tensors
         live = ((g, place) for g in groups for place in g.places if place not in self._idle)
         group_of = {place: group for group, place in live}
 
-        def sums_of(run: Any, use: Any, parameters: Sequence[int]) -> Iterator[Sum]:
+        def sums_of(run: Pass, use: Any, parameters: Sequence[int]) -> Iterator[Sum]:
             by_group: dict[ClipGroup, list[int]] = {}
             for place in parameters:
                 if place in group_of:
@@ -236,7 +239,7 @@ class ClipTape:
         mean_over(ddp, list(grads.values()))
 
 
-def _is_idle(place: int, runs: Sequence[Any]) -> bool:
+def _is_idle(place: int, runs: Sequence[Pass]) -> bool:
     """Return True if no gradient reached a parameter: its module did not use it."""
     waiting = [g for run in runs for _, _, g, _ in run.terms(place)]
     return not any(bool(t.any()) for t in (*(run.total([place]) for run in runs), *waiting))
@@ -301,7 +304,7 @@ class DeferredTape(ClipTape):
     disturbed = False
 
     def begin(self, first: bool) -> None:
-        if self._recorder.books and first:
+        if self._recorder.keeps_tape and first:
             self.clear()
             self._versions = [p._version for p in self._parameters.tensors()]
 
@@ -311,7 +314,7 @@ class DeferredTape(ClipTape):
     def _check_grads(self, used: set[int], unscaled: float) -> None:
         pass
 
-    def clip(self, runs: Sequence[Any], groups: list[ClipGroup], unscaled: float) -> None:
+    def clip(self, runs: Sequence[Pass], groups: list[ClipGroup], unscaled: float) -> None:
         """Add the clipped gradients to .grad; under DistributedDataParallel, their mean."""
         tensors, ddp = self._tensors, self._ddp()
         sums: Iterable[Sum] = self._sums(runs, groups, unscaled)

@@ -33,9 +33,10 @@ class Recorder:
     """What all passes of one probe share."""
 
     def __init__(self, parameters: int, *callbacks: Any) -> None:
-        """callbacks: began, finish, drained, met, received, astray. Two are not needed here."""
-        self.began, self.finish, _, _, self.received, self._astray = callbacks
-        self.books = self.shields = False
+        """callbacks: began, finish, drained, site_called, received, called_directly; the third and
+        fourth are not needed here."""
+        self.began, self.finish, _, _, self.received, self._called_directly = callbacks
+        self.keeps_tape = self.shields = False
         self.balance = [0] * parameters
         self._refusals: dict[int, list[tuple[int, str]]] = {}  # by task; -1: outside of backwards
         self.auditing = False
@@ -104,7 +105,7 @@ class Recorder:
         if self._local.stack:
             return self._local.stack[-1][0]
         if torch._C._current_graph_task_id() == -1:
-            return self._astray() if torch.is_grad_enabled() else None
+            return self._called_directly() if torch.is_grad_enabled() else None
         return self._original()
 
     def audited(self, task: int) -> bool:
@@ -171,7 +172,7 @@ class Pass:
 
     def __init__(self, recorder: Recorder, n: int, parameters: Sequence[Tensor]) -> None:
         self.recorder, self.n = recorder, n
-        self.recorded = self.keep = self.retained = self.astray = False
+        self.recorded = self.keep = self.retained = self.called_directly = False
         self.in_graph = False  # never without the extension
         self.create_graph = self.silent = False
         self.count = 0
@@ -199,16 +200,16 @@ class Pass:
         self._terms: dict[int, list[tuple[KeptTerm, Versions]]] = {}
         self._late: set[int] = set()
         self.dots: Tensor | None = None
-        self._booked: tuple[Any, ...] = ()
+        self._tape: tuple[Any, ...] = ()
 
     def state(self) -> Any:
         """Return a copy of what backwards have added, for restore()."""
         terms = {place: list(those) for place, those in self._terms.items()}
         flags = self.create_graph, self.retained
-        return dict(self._sq_norms), terms, set(self._late), self.dots, self._booked, flags
+        return dict(self._sq_norms), terms, set(self._late), self.dots, self._tape, flags
 
     def restore(self, state: Any) -> None:
-        self._sq_norms, self._terms, self._late, self.dots, self._booked, flags = state
+        self._sq_norms, self._terms, self._late, self.dots, self._tape, flags = state
         self.create_graph, self.retained = flags
 
     def forget(self) -> None:
@@ -233,7 +234,7 @@ class Pass:
 
     def call(self, site: int, slots: Sequence[Slot], sizes: Sequence[int], inputs: Any = ()) -> int:
         """Note a use of these parameters. Return its number, or -1 in a recomputation."""
-        if self.astray:
+        if self.called_directly:
             self.refuse(site, "outside")
             return -1
         for place, tensor in slots:
@@ -293,9 +294,9 @@ class Pass:
         if task != self._task or not self.recorded:
             self.recorder.began(self)
             self._task = task
-            if not self.astray:
+            if not self.called_directly:
                 self.recorder.add_audited(task)
-        if self.astray:
+        if self.called_directly:
             return False
         if not all(self._needed(place) for place in places):
             self.recorder.refuse(-1, "some_inputs")
@@ -330,12 +331,12 @@ class Pass:
     def add_dots(self, dots: Tensor) -> None:
         self.dots = dots.double() + (0 if self.dots is None else self.dots)
 
-    def book(self, use: Any) -> None:
-        self._booked += (use,)
+    def keep_on_tape(self, use: Any) -> None:
+        self._tape += (use,)
 
-    def take_booked(self) -> tuple[Any, ...]:
-        booked, self._booked = self._booked, ()
-        return booked
+    def take_tape(self) -> tuple[Any, ...]:
+        tape, self._tape = self._tape, ()
+        return tape
 
     def total(self, places: Sequence[int] | None = None) -> Tensor:
         """Return [N] float64: the final squared norms of some parameters, or of all, summed."""

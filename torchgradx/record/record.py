@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .._types import Pass
 from ..options import Scale, check_scale, takes_call
 from ..refusals import SECTIONS, refused_all
 from ..sites.site import ProbeParts
@@ -30,6 +31,7 @@ if ops.NATIVE:
 MAX_SCALES = 1024  # loss scales that are remembered: forwards without a backward must not add up
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 CPU = torch.device("cpu")
+_Runs = list[tuple[Pass, Scale]]  # each with its loss scale
 _Norms = Tensor | dict[str, Tensor]  # one Tensor for per="model", else by group
 
 
@@ -53,16 +55,17 @@ class Record:
         self._grads_before: list[Tensor] = []  # largest elements of .grad before the first backward
         self.mismatched: set[tuple[int, int]] = set()  # (task, place): .grad is not the sum
         self.refused: dict[int, str] = {}  # cause by place: a sample alone has another norm
-        self.runs: list[tuple[Any, Scale]] = []  # passes, each with its loss scale
+        self.runs: _Runs = []
 
-    def takes(
+    def answer(
         self, on: bool, options: PassOptions = NOT_RECORDED.options, outside: bool = False
     ) -> Answer:
         """Return a forward's serial number (0: do not record it) and its options."""
-        if torch._C._are_functorch_transforms_active() or torch._C._is_tracing() or self.unreal():
+        traced = torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+        if traced or self.has_no_values():
             self.fates.add("traced")
             return NOT_RECORDED
-        now = Answer(self.next(), options)
+        now = Answer(self.next_serial(), options)
         found = self.frames.answer(on, now, outside)
         if not on:
             self.fates.add("paused")
@@ -72,18 +75,18 @@ class Record:
             self.fates.add("called_directly" if outside else "no_backward")
         return found if torch.is_grad_enabled() else NOT_RECORDED
 
-    def unreal(self) -> bool:
+    def has_no_values(self) -> bool:
         """Return True if tensors have no values: they are fake, or on the meta device."""
         if torch._C._get_dispatch_mode(FAKE) is not None:
             return True
         return bool(self._parameters.names) and self._parameters.tensor(0).is_meta
 
-    def next(self) -> int:
+    def next_serial(self) -> int:
         """Return a new serial number."""
         self._serial += 1
         return self._serial
 
-    def begin(self, run: Any) -> None:
+    def begin(self, run: Pass) -> None:
         """Take a pass into the record at its first gradient."""
         with self._lock:  # two threads must not both begin a new record
             if self._is_read:
@@ -99,7 +102,7 @@ class Record:
             for site, reason in run.refusals:
                 self._recorder.refuse(site, reason)
 
-    def come_again(self, run: Any) -> None:
+    def reach_again(self, run: Pass) -> None:
         """Begin a new record if this pass of a record that was read gets another backward, and its
         .grad was zeroed since; else the backward adds to the record, as it does to .grad."""
         if not (self._is_read and self._options["weight_grad"]):
@@ -119,7 +122,7 @@ class Record:
         if self._scale_function is None:
             self._scale_from(self._serial + 1, scale)
 
-    def ask_scale(self, run: Any, *call: Any) -> None:
+    def ask_scale(self, run: Pass, *call: Any) -> None:
         """Call the user's loss_scale for a pass. call: its args and kwargs; none if unknown."""
         if self._scale_function is None:
             return
@@ -169,20 +172,20 @@ class Record:
         if not self.runs:
             self.fates.add("backward_failed")
 
-    def finish(self, run: Any, place: int) -> None:
+    def finish(self, run: Pass, place: int) -> None:
         """Compute a parameter's squared norms from all of its uses, and drop their operands."""
         run.finish(place, self._combine(run, place))
 
-    def _combine(self, run: Any, place: int) -> Tensor:
+    def _combine(self, run: Pass, place: int) -> Tensor:
         kept = run.terms(place)
         terms = [Term(self._layers[site] if site >= 0 else None, a, g) for site, a, g, _ in kept]
-        owners = [segments and segments.owners for *_, segments in kept]
+        owners = [segments.owners if segments else None for *_, segments in kept]
         with torch.no_grad():
             if any(rows is not None for rows in owners):
                 return combine_segments(run.n, terms, owners)
             return combine(run.n, terms)
 
-    def sq_norms(self, run: Any, place: int) -> Tensor:
+    def sq_norms(self, run: Pass, place: int) -> Tensor:
         """Return [N] of one parameter, for the gradients that have reached it so far."""
         total: Tensor = run.total([place])
         return total if place not in run.waiting() else total + self._combine(run, place).to(total)
@@ -270,10 +273,10 @@ class Record:
         self.tape.clip(runs, groups, unscaled)
         return norms
 
-    def _in_order(self) -> list[tuple[Any, Scale]]:
+    def _in_order(self) -> _Runs:
         return sorted(self.runs, key=lambda entry: entry[0].serial)
 
-    def _devices(self, runs: Sequence[Any]) -> tuple[torch.device, dict[str, Any]]:
+    def _devices(self, runs: _Runs) -> tuple[torch.device, dict[str, Any]]:
         """Return the device to sum on, and the device and dtype of results."""
         first = self._parameters.tensor(0)
         wide = any(run.wide for run, _ in runs)
@@ -289,13 +292,13 @@ class Record:
             groups.setdefault(key, []).append(place)
         return groups
 
-    def _all_factors(self, runs: Sequence[Any]) -> Tensor:
+    def _all_factors(self, runs: _Runs) -> Tensor:
         """Return the factor of each sample that undoes the loss's reduction and scale."""
         factors = zip(runs, self._factors(runs, None), strict=True)
         ones = [(torch.ones(run.n, dtype=torch.float64), f) for (run, _), f in factors]
         return _join([one * (f.cpu() if isinstance(f, Tensor) else f) for one, f in ones])
 
-    def _factors(self, runs: Sequence[Any], loss_scale: Scale | None) -> Iterator[Scale]:
+    def _factors(self, runs: _Runs, loss_scale: Scale | None) -> Iterator[Scale]:
         """Yield the same for each pass: a number, or a Tensor [N] or []."""
         by_sample = loss_scale if isinstance(loss_scale, Tensor) and loss_scale.dim() else None
         if by_sample is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._types import Pass
 from ..gradients import by_sample, products
 from ..gradients.by_sample import Gradients
 from ..graph.layout import NOWHERE
@@ -39,15 +40,15 @@ class Descent:
     """Descent through the graph of one pass. Its hooks own it, and it owns no node."""
 
     def __init__(
-        self, run: Any, match: Match, lift: Any, parameters: Any, refuse: Callable[[str], None]
+        self, run: Pass, match: Match, lift: Any, parameters: Any, refuse: Callable[[str], None]
     ) -> None:
         """lift: the Lift of the probe, see lift.py."""
         self._run, self._lift, self._refuse = run, lift, refuse
         self._recorder, self._tensors = lift.recorder, parameters.wholes()
         self._hooked_keys, self._leaves = match.hooked_keys, match.leaves
-        self._task, self._is_final, self._books, self._rounding = -1, True, False, 0.0
+        self._task, self._is_final, self._keeps_tape, self._rounding = -1, True, False, 0.0
         self._received: dict[tuple[int, int], Gradients] = {}  # by key of the node, and output
-        self._ready: list[tuple[Leaf, Gradients, bool]] = []  # True: they are squared norms
+        self._ready: list[tuple[Leaf, Any, bool]] = []  # its gradients; True: their squared norms
         # If the extension guards the path, only a user's hook can change a gradient on it.
         self._is_guarded, self._compares = match.trail is not None, True
         uses: Counter[int] = Counter()
@@ -73,7 +74,7 @@ class Descent:
         self._begin()
         if not self._counts or torch.is_grad_enabled() or self._compares:
             return 0
-        return 1 if self._is_final else 2 * self._books
+        return 1 if self._is_final else 2 * self._keeps_tape
 
     def _serve_here(self, station: int, incoming: Grads) -> None:
         """Serve a node in place of the extension, in a backward that needs something else."""
@@ -119,8 +120,8 @@ class Descent:
         self._counts = arrives and any(map(receives_grad, tensors))
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         again = self._run.keep or self._run.retained or keeps or bool(self._run.directions)
-        self._books = self._recorder.books and not again
-        self._is_final = not (again or self._recorder.books)
+        self._keeps_tape = self._recorder.keeps_tape and not again
+        self._is_final = not (again or self._recorder.keeps_tape)
         hears = (self._lift.hears(leaf) for leaf in self._leaves if not leaf.edges)
         self._compares = not self._is_guarded or self._recorder.auditing or any(hears)
         if self._counts:
@@ -302,7 +303,7 @@ class Descent:
             if is_squared:  # and nothing else is needed
                 self._run.finish(leaf.place, whole)
                 continue
-            if leaf.is_alone and self._books:
+            if leaf.is_alone and self._keeps_tape:
                 self._run.finish(leaf.place, by_sample.sq_norms(whole))
             else:
                 self._run.add(leaf.place, *by_sample.to_add(whole))

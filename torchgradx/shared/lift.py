@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._types import Pass, Recorder
 from ..gradients import products
 from ..gradients.by_sample import GRADIENT_ELEMENTS
 from ..graph.layout import Finding
@@ -53,7 +54,7 @@ class Lift:
 
     def __init__(
         self,
-        recorder: Any,
+        recorder: Recorder,
         parameters: Any,
         layers: Sequence[Layer],
         hears: Callable[[int], bool],
@@ -115,7 +116,7 @@ class Lift:
         or are kept for clipping; else 0."""
         kernels = [p for p in (leaf.variable for leaf in leaves) if p.dim() > 2]
         most = max((p.numel() for p in kernels if p.numel() > max(p.shape)), default=0)
-        return most if self.recorder.books or n * most > GRADIENT_ELEMENTS else 0
+        return most if self.recorder.keeps_tape or n * most > GRADIENT_ELEMENTS else 0
 
     def own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
         """Return the nodes of a use's parameters, as far as they are in the graph."""
@@ -123,7 +124,7 @@ class Lift:
 
     def match(
         self,
-        run: Any,
+        run: Pass,
         plan: LiftPlan,
         uses: Sequence[Use],
         sites: Sequence[Site],
@@ -152,13 +153,13 @@ class Lift:
             plan.trails[outline.key] = match._replace(ends=())
         return placed
 
-    def recall(self, run: Any, plan: Any, outputs: Sequence[Tensor]) -> Match | None:
+    def recall(self, run: Pass, plan: Any, outputs: Sequence[Tensor]) -> Match | None:
         """Return a plan's nodes if a graph that looks the same was matched before, else None."""
         known = _recall(plan, outline := Outline(run, outputs))
         match = known and _place(run.n, known, outline)
         return None if match is None or match.mute else match
 
-    def begin(self, run: Any, match: Match, first: int) -> None:
+    def begin(self, run: Pass, match: Match, first: int) -> None:
         """Put hooks on the frontier and below it.
         first: the sequence number of the first node that the forward made."""
         lifted = match.lifted  # hooks must not own `match`, whose outline owns the graph

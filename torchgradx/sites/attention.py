@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import ops
+from .._types import Pass, Recorder
 from ..graph.layout import SEQUENCE
 from ..layers.attention import OUT, SELF, THREE, TWO
 from ..refusals import cause
@@ -33,7 +34,7 @@ class Projection:
         self._site, self._index, self._declared, self._fused = site, index, declared, fused
         self.places = list(layer.parameters)
 
-    def __call__(self, run: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, run: Pass | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if run is not None and self._declared == SEQUENCE and x.shape[1] != run.n:
             run.refuse(self._index, cause("attention_rows", rows=x.shape[1], n=run.n))
         out: Tensor | None = _C.call(self._site, x, weight, bias) if self._fused else None
@@ -51,7 +52,9 @@ class Projection:
 class _Call:
     """One call of a module."""
 
-    def __init__(self, module: Any, projections: Mapping[str, Projection], recorder: Any) -> None:
+    def __init__(
+        self, module: Any, projections: Mapping[str, Projection], recorder: Recorder
+    ) -> None:
         self._module, self._projections, self._recorder = module, projections, recorder
         self._batch = -1  # of the input; -1: no projection of ours has run
 
@@ -137,7 +140,9 @@ def _defaults(function: Callable[..., Any]) -> tuple[Any, ...]:
     return tuple(p.default for p in parameters if p.default is not p.empty)
 
 
-def attention_forward_of(recorder: Any, stock: Any, sites: dict[int, Any]) -> Callable[..., Any]:
+def attention_forward_of(
+    recorder: Recorder, stock: Any, sites: dict[int, Any]
+) -> Callable[..., Any]:
     """Return a forward for `make_subclass`. sites: projections by role, by the module's id."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import ops
+from .._types import Pass
 from ..gradients.by_sample import Gradients, along, deliver, size, sq_norms, total
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
 from ..graph.unpacking import restore_leaf, save_leaf, saves_through_hooks
@@ -40,7 +41,7 @@ from .stand_in import stand_in
 class RerunUse:
     """One call of a module, without its graph."""
 
-    run: Any  # the pass
+    run: Pass  # the pass
     number: int  # index among the uses of the pass; -1: in a recomputation
     parameters: dict[int, Tensor]  # trained ones, by place
     regime: Regime
@@ -199,8 +200,8 @@ class Delivery:
     def _deliver_chunks(self, use: RerunUse, call: Call) -> None:
         """Run the module again, and give the pass the gradients of some samples at a time."""
         run, places = use.run, use.places
-        if self._recorder.books:
-            run.book(ClipCall(call, places, self._unrecorded))
+        if self._recorder.keeps_tape:
+            run.keep_on_tape(ClipCall(call, places, self._unrecorded))
         waits = [run.waits(place) for place in places]
         directions = [run.directions[place] if run.directions else None for place in places]
         columns: list[list[Tensor]] = [[] for _ in places]  # gradients if it waits, else norms

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._types import Pass, Recorder
 from ..gradients.by_sample import deliver, total
 from ..gradients.grouped import Grouped, Pairs
 from ..gradients.products import CAST, LINKS, POINTWISE, is_transpose
@@ -128,8 +129,8 @@ NO_PRODUCTS = Products({}, [], {})
 class ExpertUse:
     """Products of one call, served at their nodes in one backward at a time."""
 
-    run: Any
-    recorder: Any
+    run: Pass
+    recorder: Recorder
     groups: Mapping[int, ExpertGroup]
     parameters: Mapping[int, Tensor]  # by place
     eps: float  # the coarsest rounding unit of gradients inside

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import ops
+from .._types import Recorder
 from ..graph.layout import BATCH, SECOND, SEQUENCE
 from ..hooks.copies import Hook, exclude_from_copies, include_in_copies, stock_of, untraced
 from ..layers.rules import Layer, rule_named
@@ -68,7 +69,7 @@ def is_running(call: FrameType) -> bool:
 class Context:
     """What the sites of one probe share."""
 
-    recorder: Any
+    recorder: Recorder
     audit: Any  # proof.audit.Audit, which sites must not import
     parameters: Parameters
     options: Mapping[str, Any]
@@ -211,7 +212,7 @@ def _tapped_forward_of(trace: Trace, argument: str, stock: Any, taps: dict[int, 
     return forward
 
 
-def _make_tap(site: Any, index: int, kind: str, recorder: Any) -> Callable[..., None]:
+def _make_tap(site: Any, index: int, kind: str, recorder: Recorder) -> Callable[..., None]:
     """Return a function of (module, input, output) that taps the output."""
     tap = partial(_C.listen, site)
 

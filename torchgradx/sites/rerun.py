@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .. import ops
+from .._types import Pass
 from ..graph.arguments import tensors_in
 from ..graph.nodes import coarsest_eps
 from ..graph.sizes import look_of
@@ -162,7 +163,7 @@ class FallbackSite(Delivery):
 
     def _record_use(
         self,
-        run: Any,
+        run: Pass,
         parameters: dict[int, Tensor],
         arguments: Any,
         outputs: list[Tensor],

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
+from .._types import Recorder
 from ..layers.rules import Layer, rule_named
 from ..layers.table import Parameters, owns_backward
 from .native import Context, NativeSite
@@ -32,7 +33,7 @@ def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Si
 class ProbeParts(NamedTuple):
     """What the parts of one probe share."""
 
-    recorder: Any
+    recorder: Recorder
     parameters: Parameters
     layers: Sequence[Layer]
     options: Mapping[str, Any]

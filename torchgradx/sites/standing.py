@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from .._types import Recorder
 from ..hooks.copies import make_subclass, stock_of
 
 _by_module: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[StandIns]]] = (
@@ -31,7 +32,7 @@ class StandIns:
         self._classes: dict[type, tuple[type, dict[int, Any]]] = {}  # by stock class, with sites
         self._class_of: dict[int, type] = {}  # by module's id
 
-    def enter(self, recorder: Any) -> None:
+    def enter(self, recorder: Recorder) -> None:
         """Register this probe at all modules of the model."""
         self._recorder = recorder
         recorder.follow([former._recorder for former in self.formers])

@@ -162,9 +162,11 @@ def run_beside(notes: dict[str, str | None], call: Call) -> dict[str, Gradients]
         return None  # cuDNN draws its random numbers itself
     gathered: list[Any] = []  # by layer, the operands of each weight
 
-    def layer(k: int, count: int, *operands: Any) -> Any:
+    def layer(
+        k: int, count: int, of: Any, x: Tensor, state: Any, cell: Any, weights: list[Tensor]
+    ) -> Any:
         gathered.append(_C.Gathered())
-        return _C.call_recurrent([], *operands, gathered[-1])
+        return _C.call_recurrent([], of, x, state, cell, weights, gathered[-1])
 
     module.__dict__["forward"] = partial(run, layer, module)
     with call.regime.again():

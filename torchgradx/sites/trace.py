@@ -60,7 +60,7 @@ class Trace:
         self._number = str(next(_numbers))  # Dynamo might make a symbol of an integer
         _traces[self._number] = self
 
-    def add(self, module: Any, layer: Layer, site: Any | None) -> None:
+    def add(self, module: Any, layer: Layer, site: Any) -> None:
         """Add a module that owns parameters. One that cannot be traced rules out full graphs."""
         altered = getattr(module, "sparse", False) or getattr(module, "max_norm", None) is not None
         is_part = layer.role or layer.inside or layer.pre_pad
@@ -241,7 +241,7 @@ if ops.NATIVE:
 
     def _begin(inputs: Sequence[Tensor], n: int, probe: str, call: str) -> Tensor:
         trace = _traces.get(probe)
-        return _C.token(trace and trace.open_pass(n, trace.calls[call], inputs))
+        return _C.token(trace.open_pass(n, trace.calls[call], inputs) if trace else None)
 
     for _key in ("CPU", "CUDA"):
         _library.impl("trace_begin", _begin, _key)

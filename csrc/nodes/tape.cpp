@@ -19,8 +19,8 @@ Tensor of_part(const Tensor& t, const Rows& rows) {
 
 }  // namespace
 
-Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
-               const Tensor& gradients)
+TapeEntry::TapeEntry(const Use& use, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
+                     const Tensor& gradients)
     : site_(use.site),
       layout_(site_->layout_of(*use.pass, use.index)),
       segments_(site_->segments_of(*use.pass, use.index)),
@@ -39,13 +39,14 @@ Booked::Booked(const Use& use, const Saved& saved, const Tensor& weight, const T
   if (use.borrows && saved_.input.defined()) saved_.input = saved_.input.clone();
 }
 
-Booked::Booked(int64_t parameter, Tensor gradients) : parameters_({parameter}), gradients_(std::move(gradients)) {}
+TapeEntry::TapeEntry(int64_t parameter, Tensor gradients)
+    : parameters_({parameter}), gradients_(std::move(gradients)) {}
 
-bool Booked::intact() const {
+bool TapeEntry::intact() const {
   return versions_[0].stands() && versions_[1].stands();
 }
 
-std::vector<Tensor> Booked::weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const {
+std::vector<Tensor> TapeEntry::weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const {
   const at::NoGradGuard no_grad;
   if (!site_) return {affine_sum(gradients_, factors, gradients_.scalar_type())};
   const auto asked = [&](int64_t parameter) {
@@ -108,7 +109,8 @@ void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weig
     add(site->layer->weight_dots(operands, of_part(v, site->weight_rows)));
   if (const Tensor v = wants_bias ? direction(site->bias) : Tensor(); v.defined())
     add(widened(site->layer->bias_rows(operands)).sum(1).mv(of_part(v, site->bias_rows).flatten()));
-  if (site->recorder->books) pass->book(std::make_shared<Booked>(*this, saved, weight, grad_output, gradients));
+  if (site->recorder->keeps_tape)
+    pass->keep_on_tape(std::make_shared<TapeEntry>(*this, saved, weight, grad_output, gradients));
 }
 
 }  // namespace torchgradx
