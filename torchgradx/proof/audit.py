@@ -59,12 +59,11 @@ class Audit:
 
     def __init__(self, shared: ProbeParts, record: Record, backwards: Backwards) -> None:
         self._record, self._backwards = record, backwards
-        self._recorder, self._parameters, self._layers, options, self._sites, caches = shared
+        self._recorder, self._parameters, self._layers, _, _, caches = shared
         self._verdicts: dict[Any, list[Verdict]] = caches.setdefault("structures", {})
         self._verdicts_by_calls: dict[Any, list[Verdict]] = caches.setdefault("sizes", {})
         self.forwards = Forwards(self._parameters, caches.setdefault("memories", {}))
-        common = self._recorder, self._parameters, self._layers
-        self._lift = Lift(*common, self._is_compared, not options["weight_grad"])
+        self._lift = Lift(shared, self._is_compared)
         self.examiner = Examiner(shared, self.forwards, self._lift)
         self._pending: list[_Pending] = []
         self._lock = threading.RLock()  # for _pending, _midway and the hooks
@@ -132,8 +131,7 @@ class Audit:
 
         @cache
         def match_plan(plan: LiftPlan | None) -> Match | None:
-            where = forward.uses, self._sites, forward.outputs
-            return self._lift.match(run, plan, *where) if plan else None
+            return self._lift.match(forward, plan) if plan else None
 
         routes = cache(partial(routes_of, forward.outputs, run.n, forward.trace.by_row))
 

@@ -119,8 +119,7 @@ class Examiner:
         complete: False if another forward may show more. ambiguous: the samples may be in another
         dimension of the model's outputs as well.
         """
-        n, uses, outputs = exam.forward.n, exam.forward.uses, exam.forward.outputs
-        start = self._lift.start(n, uses, self._sites, outputs, exam.tables, exam.is_constant)
+        start = self._lift.start(exam.forward, exam.tables, exam.is_constant)
         exam.region = start.region.watched
         proof, ambiguous = self._run_proof(exam)
         findings = proof or [Finding(None)] * len(exam.all_watched)
@@ -128,7 +127,7 @@ class Examiner:
         plan, complete = None, True
         if proof is not None or exam.is_constant is not None:
             of_region = findings[len(findings) - len(exam.region) :]
-            plan = self._lift.plan(n, start, found, of_region, proof is not None)
+            plan = self._lift.plan(exam.forward.n, start, found, of_region, proof is not None)
         elif start.tables or start.beside or start.read:  # sizes tell no table from activations
             self._forwards.watch_again()
             complete = False
@@ -210,7 +209,7 @@ class Examiner:
         n, (index, _, node, _) = exam.forward.n, exam.forward.uses[k]
         site, use = self._sites[index], exam.watched[k]
         reruns = node is not None and self._layers[index].kind == "vmap"
-        if n == 1 or (reruns and not self._lift.own(k, exam.forward.uses, exam.forward.graph)):
+        if n == 1 or (reruns and not self._lift.own(exam.forward, k)):
             return False  # it used none of its parameters: what they receive is compared
         if isinstance(layout, str):
             return True
@@ -289,8 +288,7 @@ class Examiner:
 
     def transfer(self, verdict: Verdict, forward: Forward) -> Verdict | None:
         """Return a verdict on the same calls for a batch of another size; None if in doubt."""
-        n, uses, outputs = forward.n, forward.uses, forward.outputs
-        expires = verdict.zeros_version is not None
+        n, expires = forward.n, verdict.zeros_version is not None
         if verdict.refusals or expires or n == 1 or not verdict.complete:
             return None
         watched, ends = self._watched(forward)
@@ -303,7 +301,7 @@ class Examiner:
             return None
         moved, layouts = replace(verdict), list(verdict.layouts)
         if verdict.plan is not None:
-            match = self._lift.match(forward.run, verdict.plan, uses, self._sites, outputs)
+            match = self._lift.match(forward, verdict.plan)
             if match.stations is None:
                 return None
             if not match.same:

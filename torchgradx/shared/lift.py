@@ -13,20 +13,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._types import Pass, Recorder
+from .._types import Pass
 from ..gradients import products
 from ..gradients.by_sample import GRADIENT_ELEMENTS
 from ..graph.layout import Finding
 from ..graph.nodes import Graph, Node, shape_of
 from ..graph.unpacking import are_offloaded, can_ask, is_copy_slices
-from ..layers.rules import Layer
 from ..ops import NATIVE
 from ..refusals import cause
-from ..sites.site import Site
+from ..sites.site import ProbeParts
 from .descent import Descent
 from .frontier import Climb, IsConstant, LiftPlan, Region, plan_lift
 from .stations import Leaf, Match, Path, Trail, find_path
-from .uses import Use, Uses
+from .uses import Uses
 
 if NATIVE:
     from .._C import Outline
@@ -52,37 +51,27 @@ class Start(NamedTuple):
 class Lift:
     """The lifted uses of one probe."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        parameters: Any,
-        layers: Sequence[Layer],
-        hears: Callable[[int], bool],
-        norms_only: bool,
-    ) -> None:
+    def __init__(self, shared: ProbeParts, hears: Callable[[int], bool]) -> None:
         """hears: whether the gradient of the parameter at a place will be compared."""
-        self.recorder, self._parameters, self._layers = recorder, parameters, layers
-        self._hears_place, self.norms_only = hears, norms_only
+        self.recorder, self._parameters, self._layers, options, self._sites, _ = shared
+        self._hears_place, self.norms_only = hears, not options["weight_grad"]
         # (backward, place) of parameters whose every edge was counted. Hooks hold this set.
         self.delivered: set[tuple[int, int]] = set()
 
-    def start(
-        self,
-        n: int,
-        uses: Sequence[Use],
-        sites: Sequence[Site],
-        outputs: Sequence[Tensor],
-        tables: set[int],
-        is_constant: IsConstant | None,
-    ) -> Start:
+    def start(self, forward: Any, tables: set[int], is_constant: IsConstant | None) -> Start:
         """Find the uses that may have to be lifted. tables: see Start. is_constant: see Region."""
-        its = Uses(self._layers, self._parameters, uses, sites, outputs)
+        its = self._uses(forward)
         beside = its.find_beside()
         graph, called = its.prune_graph(tables, beside)
         read = its.find_reads(graph, called, beside)
         starts = [its.nodes[k] for k in sorted(tables) if its.nodes[k] in graph.parents]
         starts += [node for k in (*beside, *read) for node in its.own(k, graph)]
-        return Start(its, graph, tables, beside, read, Region(n, graph, starts, is_constant))
+        region = Region(forward.n, graph, starts, is_constant)
+        return Start(its, graph, tables, beside, read, region)
+
+    def _uses(self, forward: Any) -> Uses:
+        parts = self._layers, self._parameters, self._sites
+        return Uses(*parts, forward.uses, forward.outputs)
 
     def plan(
         self, n: int, start: Start, found: list[Finding], of_region: list[Finding], proven: bool
@@ -118,28 +107,21 @@ class Lift:
         most = max((p.numel() for p in kernels if p.numel() > max(p.shape)), default=0)
         return most if self.recorder.keeps_tape or n * most > GRADIENT_ELEMENTS else 0
 
-    def own(self, k: int, uses: Sequence[Use], graph: Graph) -> tuple[Node, ...]:
+    def own(self, forward: Any, k: int) -> tuple[Node, ...]:
         """Return the nodes of a use's parameters, as far as they are in the graph."""
-        return Uses(self._layers, self._parameters, uses, (), ()).own(k, graph)
+        return self._uses(forward).own(k, forward.graph)
 
-    def match(
-        self,
-        run: Pass,
-        plan: LiftPlan,
-        uses: Sequence[Use],
-        sites: Sequence[Site],
-        outputs: Sequence[Tensor],
-    ) -> Match:
-        """Find a plan's nodes in the graph of this pass.
+    def match(self, forward: Any, plan: LiftPlan) -> Match:
+        """Find a plan's nodes in the graph of a forward.
         If a graph that looks the same was matched before, they have the same numbers; else the
         graph is climbed."""
-        its = Uses(self._layers, self._parameters, uses, sites, outputs)
+        run, outputs = forward.run, forward.outputs
         has_outline = NATIVE and not self._parameters.gathered()
         outline: Any = Outline(run, outputs) if has_outline else None
         known = _recall(plan, outline) if has_outline else None
         if known is not None:
             return _place(run.n, known, outline)
-        match, path = _climb(run.n, plan, its)
+        match, path = _climb(run.n, plan, self._uses(forward))
         if path is None:
             return match
         if not has_outline:

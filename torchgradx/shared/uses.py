@@ -32,8 +32,8 @@ class Uses:
         self,
         layers: Sequence[Layer],
         parameters: Any,
-        uses: Sequence[Use],
         sites: Sequence[Site],
+        uses: Sequence[Use],
         outputs: Sequence[Tensor],
     ) -> None:
         self._layers, self._tensors, self._sites = layers, parameters.wholes(), sites
