@@ -38,7 +38,7 @@ from isolated import Message, Processes, Task, said
 from rich.console import Console
 from rich.table import Table
 
-from torchgradx import ops
+from torchgradx import extension
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("models", "layers", "firststep")
@@ -83,7 +83,8 @@ def why_not(device: str) -> str:
         return ""
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no GPU: `--device cpu --tiny` tries the code alone"
-    return f"torchgradx._cuda does not serve: {ops.WHY_NOT_CUDA}" if ops.WHY_NOT_CUDA else ""
+    why = extension.WHY_NOT_CUDA
+    return f"torchgradx._cuda does not serve: {why}" if why else ""
 
 
 def asked_of_the_driver(*queries: str) -> dict[str, str]:

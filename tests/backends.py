@@ -13,7 +13,7 @@ import torch
 from emulation import build, operators
 from oracle import DTYPES, Conv2d
 
-from torchgradx import ops, reference
+from torchgradx import extension, ops, reference
 
 LINEAR_ALGORITHMS = ("rank1", "gram", "direct", "fused")
 CONV2D_ALGORITHMS = ("gram", "direct", "fused")
@@ -58,7 +58,7 @@ def _call(problem):
 def _no_cuda():
     if not torch.cuda.is_available():
         return "there is no GPU"
-    return f"torchgradx._cuda: {ops.WHY_NOT_CUDA}" if ops.WHY_NOT_CUDA else ""
+    return f"torchgradx._cuda: {extension.WHY_NOT_CUDA}" if extension.WHY_NOT_CUDA else ""
 
 
 def _emulated(name):

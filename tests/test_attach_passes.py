@@ -231,8 +231,8 @@ def test_complex_parameters_are_refused_and_real_ones_in_their_place_are_exact(o
 
     model = Model(forward, w=torch.randn(3, 2))
     check(model, square, torch.randn(N, 3), **options)
-    model = Model(lambda m, x: m.l(x) + (x.to(m.w.dtype) @ m.w).real, l=nn.Linear(3, 3),
-                  w=torch.randn(3, 3, dtype=torch.complex64))  # fmt: skip
+    w = torch.randn(3, 3, dtype=torch.complex64)
+    model = Model(lambda m, x: m.l(x) + (x.to(w.dtype) @ m.w).real, l=nn.Linear(3, 3), w=w)
     with torchgradx.attach(model, **options) as probe:
         square(model, torch.randn(N, 3)).backward()
         refusal(probe, "view_as_complex")

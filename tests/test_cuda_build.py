@@ -160,8 +160,8 @@ def test_it_needs_no_library_that_a_machine_without_a_gpu_may_lack(library):
 
 LOADED = """
 import torch
-from torchgradx import ops
-assert ops.NATIVE and ops.CUDA, ops.WHY_NOT_CUDA
+from torchgradx import extension, ops
+assert ops.NATIVE and ops.CUDA, extension.WHY_NOT_CUDA
 registered = torch._C._dispatch_has_kernel_for_dispatch_key
 print([name for name in {names} if not registered(f"torchgradx::{{name}}", "CUDA")])
 assert ops.linear_sq_norms(torch.ones(2, 3, 4), torch.ones(2, 3, 5)).tolist() == [180.0, 180.0]

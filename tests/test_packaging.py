@@ -17,7 +17,7 @@ from attach_models import Model, mlp, square
 from attach_steps import refusal
 
 import torchgradx
-from torchgradx import cli, ops
+from torchgradx import cli, extension, ops
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(torchgradx.__file__).parent
@@ -152,7 +152,10 @@ def test_the_facts_are_printed_by_info_and_without_an_argument(capsys):
         wanted = "torchgradx, torch, extension, CPU, CUDA kernels, device, backend auto"
         assert names == wanted.split(", ")
     assert ("loaded" if ops.NATIVE else "not loaded") in facts
-    assert f"CUDA kernels  {'compiled for ' if ops.CUDA else 'none: ' + ops.WHY_NOT_CUDA}" in facts
+    assert (
+        f"CUDA kernels  {'compiled for ' if ops.CUDA else 'none: ' + extension.WHY_NOT_CUDA}"
+        in facts
+    )
     assert importlib.metadata.version("torchgradx") in facts
 
 

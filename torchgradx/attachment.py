@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import ops
+from .extension import NATIVE
 from .graph.arguments import batch_size, is_broadcast, tensors_in
 from .graph.modes import without_user_modes
 from .hooks.engine import weakly
@@ -40,7 +40,7 @@ from .sites.site import ProbeParts, Site, site_of
 from .sites.standing import StandIns
 from .sites.trace import Trace, TracedCall, outside, root_of
 
-if ops.NATIVE:
+if NATIVE:
     from ._C import Pass, Recorder
 else:
     from .record.plain import Pass, Recorder  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The operators from Python: loads the extension, holds its overloads, checks arguments by name.
+"""The operators from Python: holds their overloads, checks arguments by name.
 
 The public functions check and choose, then make one call. The raw operators beside them
 (`ops.gram_sq_norms` and its like, csrc/operators/ops.h) check nothing a user would understand.
@@ -6,9 +6,6 @@ The public functions check and choose, then make one call. The raw operators bes
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _check, reference
+from .extension import CUDA, NATIVE
 from .reference import fakes
 from .reference.linear import conv2d_sq_norms_of_rows
 
@@ -29,46 +27,6 @@ __all__ = [
 ]
 
 Operator = Callable[..., Any]
-
-
-NOT_BUILT = "it was not built"
-
-
-def _import(module: str) -> str:
-    """Import torchgradx.<module>, which registers kernels; the reason why not, or nothing."""
-    name = f"{__package__}.{module}"
-    if importlib.util.find_spec(name) is None:
-        return NOT_BUILT
-    try:
-        importlib.import_module(name)
-    except (ImportError, OSError) as error:  # another torch's symbols, most often
-        return f"it does not load ({error})"
-    return ""
-
-
-WHY_NOT_NATIVE: str = _import("_C")
-NATIVE: bool = not WHY_NOT_NATIVE
-if not NATIVE:
-    warnings.warn(
-        f"torchgradx runs without its compiled extension, as {WHY_NOT_NATIVE}: the pure-Python "
-        "fallback serves, which is exact but slow. With a C++ compiler and this torch installed, "
-        "`pip install --force-reinstall --no-deps torchgradx` builds it.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-
-# The CUDA kernels are a library of their own, for the operators that _C defines.
-WHY_NOT_CUDA: str = _import("_cuda") if NATIVE else NOT_BUILT
-CUDA: bool = not WHY_NOT_CUDA
-if WHY_NOT_CUDA not in ("", NOT_BUILT):
-    warnings.warn(
-        f"torchgradx runs without its CUDA kernels, as torchgradx._cuda was built but "
-        f"{WHY_NOT_CUDA}: CUDA tensors are served by plain PyTorch, which is exact but slow; "
-        "the CPU kernels are not affected. "
-        "`pip install --force-reinstall --no-deps torchgradx` builds it for this torch.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def kernels_on(device: torch.device) -> bool:

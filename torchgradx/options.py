@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from . import ops
+from .extension import NATIVE
 from .layers.table import Parameters
 from .reference.chunks import accumulation_dtype
 from .refusals import refused_all
@@ -111,7 +111,7 @@ def check(model: Any, options: dict[str, Any]) -> None:
         if options[name] not in choices:
             expected = ", ".join(map(repr, choices))
             raise ValueError(f"{name} must be one of {expected}; got {options[name]!r}")
-    if options["backend"] == "native" and not ops.NATIVE:
+    if options["backend"] == "native" and not NATIVE:
         raise RuntimeError(
             'backend="native" needs the compiled extension, which is not there: build it with '
             '`pip install .`, or say backend="auto"'

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from .. import ops
+from ..extension import CUDA, NATIVE, WHY_NOT_CUDA, WHY_NOT_NATIVE
 from ..plan.gpu import compiled_for
 
 
@@ -16,16 +17,14 @@ def table() -> str:
         major, minor = torch.cuda.get_device_capability(gpu)
         named.append(f"{torch.cuda.get_device_name(gpu)} (compute capability {major}.{minor})")
     serves = [f"{d}: {'CUDA kernels' if ops.kernels_on(d) else 'vmap'}" for d in gpus]
-    auto = "; ".join(["native: C++ CPU kernels", *serves]) if ops.NATIVE else "vmap: pure Python"
+    auto = "; ".join(["native: C++ CPU kernels", *serves]) if NATIVE else "vmap: pure Python"
     cpu = torch.backends.cpu.get_cpu_capability()
     facts = {
         "torchgradx": f"{version('torchgradx')}, in {Path(__file__).parent.parent}",
         "torch": torch.__version__,
-        "extension": f"not loaded: {ops.WHY_NOT_NATIVE}" if ops.WHY_NOT_NATIVE else "loaded",
+        "extension": f"not loaded: {WHY_NOT_NATIVE}" if WHY_NOT_NATIVE else "loaded",
         "CPU": f"{cpu}, {torch.get_num_threads()} threads",
-        "CUDA kernels": f"compiled for {compiled_for()}"
-        if ops.CUDA
-        else f"none: {ops.WHY_NOT_CUDA}",
+        "CUDA kernels": f"compiled for {compiled_for()}" if CUDA else f"none: {WHY_NOT_CUDA}",
         "device": ", ".join(named) or "CPU only",
         "backend auto": auto,
     }

@@ -14,15 +14,14 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .. import ops
-from .._types import Pass, Recorder
+from ..extension import NATIVE, Pass, Recorder
 from ..hooks.versions import Versions
 from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
 
 GRADIENT_ELEMENTS = 1 << 23  # of per-sample gradients at a time: 32 MiB of float32
 W = TypeVar("W", bound="OfWeight")
-_sum = torch.ops.torchgradx.affine_sum.default if ops.NATIVE else None
+_sum = torch.ops.torchgradx.affine_sum.default if NATIVE else None
 
 
 class Factored(Protocol):

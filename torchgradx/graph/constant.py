@@ -21,12 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from .. import ops
+from ..extension import _C, NATIVE
 from ..hooks.copies import untraced
 from .layout import BATCH, SEQUENCE
-
-if ops.NATIVE:
-    from .. import _C
 
 
 class Watch:
@@ -47,7 +44,7 @@ class Watch:
         data = [t for t in arguments if all(t is not other for other in shared)]
         # observer.picks: data decided a number of rows (x[mask]), and no node shows it.
         # observer.is_constant(node, number): this output of a node is constant.
-        observe = _C.Watch if ops.NATIVE else WatchMode
+        observe = _C.Watch if NATIVE else WatchMode
         self.observer = observe([*constants, *shared], data, n, batch_dim)
 
     def note_call(self, site: int, inputs: Sequence[Tensor]) -> None:

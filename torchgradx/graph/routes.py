@@ -12,11 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..extension import _C, NATIVE
 from .nodes import Node, is_leaf, nodes_below, shape_of, to_signed
-
-if ops.NATIVE:
-    from .. import _C
 
 # Nodes that read rows of their operand by index, or write rows of their output by index.
 READS = {f"{name}Backward0" for name in (
@@ -63,7 +60,7 @@ def routes_of(outputs: Iterable[Tensor], n: int, by_row: Mapping[Node, Any]) -> 
         if any(numbers):  # outputs of unbind and split
             routes.append(numbers)
         if name == COPY_SLICES:
-            node = _C.into_slice(node) if ops.NATIVE else None
+            node = _C.into_slice(node) if NATIVE else None
             name = node.name() if node is not None else ""
             routes += [] if name else [None]
         if name in READS or name in WRITES:

@@ -16,11 +16,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
-from ..ops import NATIVE
+from ..extension import _C, NATIVE
 from ..sharding import is_fsdp_node
-
-if NATIVE:
-    from .._C import Saved, packed
 
 SavedHook = tuple[Callable[[Any], Tensor], Any]  # the unpack hook, and its argument
 SAVED_NAMES: dict[str, list[str]] = {}  # attributes of saved tensors, by the name of the node
@@ -85,7 +82,7 @@ def _saved_hooks(node: Any) -> list[SavedHook] | None:
     """Return the unpack hooks of a node's saved tensors with their arguments, or None if the node
     does not show them."""
     if type(node).__name__ == "CppFunction":
-        hooks: list[SavedHook] | None = packed(node) if NATIVE else None
+        hooks: list[SavedHook] | None = _C.packed(node) if NATIVE else None
         return hooks
     kind = node.name()
     if kind not in SAVED_NAMES:
@@ -114,8 +111,8 @@ def save_leaf(leaf: Any) -> Any:
     """Return an argument as a node would save it: a tensor goes through the current hooks."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return Saved(leaf) if NATIVE else leaf.detach()
+    return _C.Saved(leaf) if NATIVE else leaf.detach()
 
 
 def restore_leaf(leaf: Any) -> Any:
-    return leaf.unpack() if NATIVE and isinstance(leaf, Saved) else leaf
+    return leaf.unpack() if NATIVE and isinstance(leaf, _C.Saved) else leaf

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..extension import NATIVE
 
 
 class ParameterHooks:
@@ -58,7 +58,7 @@ def has_user_hooks(hooks: Any) -> bool:
 
 def drop_empty_tables(where: Iterable[Tensor]) -> bool:
     """Remove these tensors' empty tables; return False if a backward may be reading them now."""
-    if not ops.NATIVE:
+    if not NATIVE:
         return True  # without the extension, every pass is listened to: the tables stay
     if torch._C._current_graph_task_id() != -1 or threading.active_count() > 1:
         return False

@@ -16,16 +16,13 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .. import ops
 from .._check import DTYPES
+from ..extension import _C
 from ..hooks.copies import stock_of
 from ..plan.cost import AlgorithmPlan, plan
 from ..plan.gpu import Gpu, Problem
 from . import attention
 from .attention import ALL_ROWS
-
-if ops.NATIVE:
-    from .. import _C
 
 MAX_PLANS = 2  # that a layer keeps for explain(): sequence lengths may never repeat
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import ops
+from ..extension import NATIVE
 from ..graph.layout import BATCH, SEQUENCE
 from ..refusals import refused_all
 from ..sharding import FSDP, communicates, parts_and_wholes
@@ -116,7 +117,7 @@ def _values(tables: Sequence[dict[str, Any]]) -> list[Any]:
     return [value for table in tables for value in table.values()]
 
 
-if ops.NATIVE:
+if NATIVE:
     from .._C import facts, stand
 else:
 

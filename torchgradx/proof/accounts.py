@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from operator import itemgetter
 
-from .._types import Recorder
+from ..extension import Recorder
 from ..layers.rules import Layer
 from ..layers.table import Parameters
 from ..record.record import Record

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import ops
-from .._types import Pass
 from ..errors import CoverageError
+from ..extension import _C, NATIVE, Pass
 from ..graph.layout import NOWHERE
 from ..graph.modes import in_batched_backward
 from ..graph.routes import routes_of
@@ -38,9 +37,6 @@ from ..sites.site import ProbeParts
 from .forwards import Forward, Forwards, ForwardTrace
 from .structure import Examiner
 from .verdict import Verdict, calls_of, is_finite, is_same_sum, store, verdict_of_compiled
-
-if ops.NATIVE:
-    from .._C import undelivered
 
 MAX_PENDING = 7  # forwards that wait for a backward
 
@@ -104,7 +100,7 @@ class Audit:
             return verdict, None
         checks = verdict.routes or verdict.zeros_version is not None or verdict.refusals
         pending = any(key in entry.keys for entry in self._pending)
-        if ops.NATIVE and not (checks or trace.ends or pending):
+        if NATIVE and not (checks or trace.ends or pending):
             with suppress(Exception):  # examine() will refuse
                 match = self._lift.recall(run, verdict.plan, outputs)
         return (verdict, match) if match else None
@@ -226,8 +222,8 @@ class Audit:
     def _hook(self, place: int, p: Tensor) -> None:
         """Have _received called with each gradient of a tensor."""
         hook = partial(self._received, place)
-        if ops.NATIVE:  # calls Python only where a gradient is to be compared
-            hook = partial(undelivered, self._recorder, self._lift.delivered, place, hook)
+        if NATIVE:  # calls Python only where a gradient is to be compared
+            hook = partial(_C.undelivered, self._recorder, self._lift.delivered, place, hook)
         if place in self.always:
             self._lasting_hooks.before(p, hook)
             self._hooked_tensors[p] = place
@@ -254,12 +250,12 @@ class Audit:
     def _start_comparing(self) -> None:
         """Compare each gradient received with the recorded sum, until no verdict is pending."""
         with self._lock:
-            if self._recorder.auditing and ops.NATIVE:
+            if self._recorder.auditing and NATIVE:
                 return
             if not self._recorder.auditing:  # first: backwards that begin after it record all
                 self._recorder.auditing = True
                 self._midway = {*self._backwards.open} - {torch._C._current_graph_task_id()}
-            if not ops.NATIVE:
+            if not NATIVE:
                 self._hooks.stop()  # other parameters may be trained now
             self._hook_each(set(range(len(self._parameters.names))) - self.always)
 
@@ -305,7 +301,7 @@ class Audit:
             ended = {key for key in list(self._without_pass) if key[0] in tasks}
             self._without_pass -= ended
             # Where edges are counted, they judge a backward that reached a pass later.
-            inside = {key for key in ended if not (ops.NATIVE and self._recorder.audited(key[0]))}
+            inside = {key for key in ended if not (NATIVE and self._recorder.audited(key[0]))}
             if done and any(map(self._recorder.audited, tasks)):
                 self._record.mismatched |= inside
         for place in [p for p, (_, task) in list(self._muted.items()) if task in tasks]:
@@ -363,7 +359,7 @@ class Audit:
             if len(waiting) > MAX_PENDING:
                 self.forwards.watch_again()
             # Without the extension no edges are counted: every backward is compared.
-            if ops.NATIVE and not self._pending and (self._recorder.auditing or self.always):
+            if NATIVE and not self._pending and (self._recorder.auditing or self.always):
                 self._stop_comparing()
             self._hooks.leave()  # if a backward kept it from that
 

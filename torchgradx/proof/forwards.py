@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
-from .._types import Pass
+from ..extension import Pass
 from ..graph.arguments import has_flat_rows, sized_tensors_in
 from ..graph.constant import Watch
 from ..graph.layout import SHARED

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .._types import Pass
+from ..extension import Pass
 from ..graph.arguments import size_of_batch, sized_tensors_in, tensors_in
 from ..graph.nodes import Graph
 from ..kept import model_kept, random_state_kept

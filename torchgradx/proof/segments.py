@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..extension import _C, NATIVE
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
 from ..graph.owners import MAPPING, Owned, mask_joins, owners_below, owners_by
 from ..refusals import cause, key_of
@@ -26,9 +26,6 @@ from ..sites.site import ProbeParts
 from .audit import Audit
 from .forwards import Forward
 from .verdict import Verdict
-
-if ops.NATIVE:
-    from .. import _C
 
 # Kinds of layers that are served; not those whose rows read their neighbours (convolutions).
 SERVED = ("linear", "transposed linear", "geometric linear", "embedding", "layernorm", "rmsnorm",
@@ -129,7 +126,7 @@ def sample_rows(options: Mapping[str, Any], args: Any, kwargs: Any) -> tuple[Ten
 def segments_from(owners: Tensor, n: int) -> Any:
     """Return the segments of rows with these owners. To kernels, a run of samples with as many rows
     each is one batch."""
-    if not ops.NATIVE:
+    if not NATIVE:
         return Segments(owners)
     counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
     present = [sample for sample, count in enumerate(counts) if count]

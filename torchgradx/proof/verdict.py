@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._types import Pass
+from ..extension import Pass
 from ..graph.routes import same_routes
 from ..layers.modules import build_of
 from ..refusals import cause

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._types import Pass, Recorder
+from ..extension import Pass, Recorder
 from ..hooks.copies import untraced
 from ..hooks.engine import at_the_end
 

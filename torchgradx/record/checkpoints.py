@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
-from .._types import Recorder
+from ..extension import Recorder
 from ..refusals import cause
 
 _C = torch._C._autograd

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._types import Pass, Recorder
+from ..extension import Pass, Recorder
 from ..hooks.copies import untraced
 from ..hooks.listening import drop_empty_tables, has_user_hooks
 from ..layers.table import Parameters

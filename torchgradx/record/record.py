@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
-from .._types import Pass
+from ..extension import _C, NATIVE, Pass
 from ..options import Scale, check_scale, takes_call
 from ..refusals import SECTIONS, refused_all
 from ..sites.site import ProbeParts
@@ -24,9 +23,6 @@ from .checkpoints import NOT_RECORDED, Answer, Frames, PassOptions
 from .clipping import ClipTape, DeferredTape
 from .factors import ClipGroup, factors_of, is_unscaled, unscaled_by
 from .norms import Term, combine, combine_segments
-
-if ops.NATIVE:
-    from .. import _C
 
 MAX_SCALES = 1024  # loss scales that are remembered: forwards without a backward must not add up
 FAKE = torch._C._TorchDispatchModeKey.FAKE
@@ -345,7 +341,7 @@ class Record:
 def _norms(sq_norms: Tensor, factor: Scale, device: torch.device, dtype: torch.dtype) -> Tensor:
     if isinstance(factor, Tensor):
         factor = factor.abs().to(sq_norms.device)
-    elif ops.NATIVE and sq_norms.is_cpu and device.type == "cpu":
+    elif NATIVE and sq_norms.is_cpu and device.type == "cpu":
         return _C.norms_of(sq_norms, abs(factor), dtype is torch.float64)
     else:
         factor = abs(factor)

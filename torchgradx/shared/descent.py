@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._types import Pass
+from ..extension import _C, Pass
 from ..gradients import by_sample, products
 from ..gradients.by_sample import Gradients
 from ..graph.layout import NOWHERE
@@ -24,14 +24,10 @@ from ..graph.nodes import Node, dtype_of, shape_of
 from ..graph.unpacking import keep_handles
 from ..hooks.copies import untraced
 from ..hooks.engine import receives_grad
-from ..ops import NATIVE
 from ..reference.chunks import chunks
 from ..refusals import cause
 from ..sharding import is_fsdp_node
 from .stations import Leaf, Match, Station, Trail
-
-if NATIVE:
-    from .._C import Terms, hooked
 
 Grads = Sequence[Tensor | None]  # by the outputs or the operands of a node
 
@@ -66,7 +62,7 @@ class Descent:
         """Let the extension serve the frontier nodes whose operands are all parameters.
         It does so in backwards that need squared norms, and per-sample gradients for clipping."""
         self._stations = trail.stations
-        outline.serve(self._run, trail.stops, Terms(self._wants, self._serve_here))
+        outline.serve(self._run, trail.stops, _C.Terms(self._wants, self._serve_here))
 
     @untraced
     def _wants(self) -> int:
@@ -101,7 +97,7 @@ class Descent:
                 else:
                     keys = ((station.key, k) for k in range(len(incoming)))
                     grads = [self._received.pop(key, None) for key in keys]
-                    if self._compares or hooked(node, 1, bool(station.leaves)):
+                    if self._compares or _C.hooked(node, 1, bool(station.leaves)):
                         self._compare(station, node, incoming, grads)
                     self._cross(station, node, grads)
         except Exception as error:

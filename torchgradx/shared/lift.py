@@ -13,22 +13,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._types import Pass
+from ..extension import _C, NATIVE, Pass
 from ..gradients import products
 from ..gradients.by_sample import GRADIENT_ELEMENTS
 from ..graph.layout import Finding
 from ..graph.nodes import Graph, Node, shape_of
 from ..graph.unpacking import are_offloaded, can_ask, is_copy_slices
-from ..ops import NATIVE
 from ..refusals import cause
 from ..sites.site import ProbeParts
 from .descent import Descent
 from .frontier import Climb, IsConstant, LiftPlan, Region, plan_lift
 from .stations import Leaf, Match, Path, Trail, find_path
 from .uses import Uses
-
-if NATIVE:
-    from .._C import Outline
 
 MAX_TRAILS = 8  # of one plan: its sizes may never repeat
 IN_FULL = (
@@ -117,7 +113,7 @@ class Lift:
         graph is climbed."""
         run, outputs = forward.run, forward.outputs
         has_outline = NATIVE and not self._parameters.gathered()
-        outline: Any = Outline(run, outputs) if has_outline else None
+        outline: Any = _C.Outline(run, outputs) if has_outline else None
         known = _recall(plan, outline) if has_outline else None
         if known is not None:
             return _place(run.n, known, outline)
@@ -137,7 +133,7 @@ class Lift:
 
     def recall(self, run: Pass, plan: Any, outputs: Sequence[Tensor]) -> Match | None:
         """Return a plan's nodes if a graph that looks the same was matched before, else None."""
-        known = _recall(plan, outline := Outline(run, outputs))
+        known = _recall(plan, outline := _C.Outline(run, outputs))
         match = known and _place(run.n, known, outline)
         return None if match is None or match.mute else match
 

@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ..extension import _C
 from ..gradients.products import ADD, CAST, is_elementwise, is_passthrough
 from ..graph.layout import BATCH, SEQUENCE, Watched
 from ..graph.nodes import Graph, Node, Shape, is_leaf, nodes_below
-from ..ops import NATIVE
 from .frontier import LiftPlan
-
-if NATIVE:
-    from .._C import Stop
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Trail(NamedTuple):
             leaves = {j: (leaf.place, leaf.edges) for j, leaf in s.leaves.items() if leaf.is_alone}
             is_plain = s.layout in (BATCH, SEQUENCE) and not s.inward
             if is_plain and len(leaves) == len(s.leaves) and all(n for _, n in leaves.values()):
-                stops.append(Stop(numbers[node], k, s.layout == SEQUENCE, leaves))
+                stops.append(_C.Stop(numbers[node], k, s.layout == SEQUENCE, leaves))
         return Trail(
             [numbers[node] for node in path.stations],
             [*path.stations.values()],

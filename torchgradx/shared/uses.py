@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ..extension import NATIVE
 from ..graph.nodes import Graph, Node
 from ..layers.rules import Layer
-from ..ops import NATIVE
 from ..sites.native import NativeSite
 from ..sites.rerun import FallbackSite
 from ..sites.site import Site

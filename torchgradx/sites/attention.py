@@ -17,14 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import ops
-from .._types import Pass, Recorder
+from ..extension import _C, Pass, Recorder
 from ..graph.layout import SEQUENCE
 from ..layers.attention import OUT, SELF, THREE, TWO
 from ..refusals import cause
-
-if ops.NATIVE:
-    from .. import _C
 
 
 class Projection:

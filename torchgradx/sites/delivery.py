@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .. import ops
-from .._types import Pass
+from ..extension import NATIVE, Pass
 from ..gradients.by_sample import Gradients, along, deliver, size, sq_norms, total
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
 from ..graph.unpacking import restore_leaf, save_leaf, saves_through_hooks
@@ -134,7 +133,7 @@ class Delivery:
         """Deliver a backward's gradients, or refuse them."""
         grads = use.take_grads()
         run = use.run
-        is_used = not ops.NATIVE or run.silent or run.reaches(use.places)
+        is_used = not NATIVE or run.silent or run.reaches(use.places)
         if not is_used or all(g is None for g in grads):
             return  # this graph does not use the parameters
         arguments: Any = None
@@ -162,7 +161,7 @@ class Delivery:
         if layout == SHARED:  # shared/lift.py delivers
             # Later calls are saved late or never (`postpone`): not where that needs random state,
             # or makes graph nodes.
-            self._was_lifted = ops.NATIVE and not use.drew
+            self._was_lifted = NATIVE and not use.drew
             return
         if layout >= SEGMENTS:
             samples, layout = run.segments[layout - SEGMENTS].owners, SEGMENTS

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._types import Pass, Recorder
+from ..extension import Pass, Recorder
 from ..gradients.by_sample import deliver, total
 from ..gradients.grouped import Grouped, Pairs
 from ..gradients.products import CAST, LINKS, POINTWISE, is_transpose

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import ops
-from .._types import Recorder
+from ..extension import _C, Recorder
 from ..graph.layout import BATCH, SECOND, SEQUENCE
 from ..hooks.copies import Hook, exclude_from_copies, include_in_copies, stock_of, untraced
 from ..layers.rules import Layer, rule_named
@@ -28,9 +27,6 @@ from ..refusals import cause
 from .attention import Projection, attention_forward_of
 from .standing import StandIns
 from .trace import Trace
-
-if ops.NATIVE:
-    from .. import _C
 
 MAY_MIX = (_BatchNorm, nn.RNNBase, nn.MultiheadAttention)  # some of their calls mix samples
 MODULE_CALL = nn.Module._call_impl.__code__

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import ops
+from ..extension import _C
 from ..graph.layout import BATCH
 from ..hooks.copies import Hook, stock_of
 from ..layers.rules import Layer
@@ -20,9 +20,6 @@ from ..layers.table import declared_layout
 from . import through_time
 from .native import Context, make_core
 from .rerun import FallbackSite
-
-if ops.NATIVE:
-    from .. import _C
 
 
 class RecurrentSite(FallbackSite):

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .. import ops
-from .._types import Pass
+from ..extension import _C, NATIVE, Pass
 from ..graph.arguments import tensors_in
 from ..graph.nodes import coarsest_eps
 from ..graph.sizes import look_of
@@ -34,9 +33,6 @@ from .packed import samples_of, why_not_rerun
 from .regime import Regime, may_draw, outcomes_of
 from .several import end_of, ends_at, ends_of_module, inner_outputs, needed_by
 from .stand_in import has_users_forward, makes_weight
-
-if ops.NATIVE:
-    from .._C import called
 
 Ends = dict[Any, list[tuple[int, int]]]  # by node: (output of the module, output of the node)
 
@@ -57,7 +53,7 @@ class FallbackSite(Delivery):
         self._eps: dict[Any, float] = {}  # of gradients inside, by autocast and outputs' dtypes
         self._call = _CallOfThread()
         self._may_mix = isinstance(module, MAY_MIX)
-        has_kernels = ops.NATIVE and context.options["backend"] == "auto"
+        has_kernels = NATIVE and context.options["backend"] == "auto"
         self._may_have_products = has_kernels and is_experts(module)
         self._had_products = False  # some call was served by expert products
         # Names and places for `called`, which knows a module's own parameters only.
@@ -117,7 +113,7 @@ class FallbackSite(Delivery):
         """Record the call. Return what replaces the module's output; None: nothing."""
         if self._was_lifted and self._slots and not kwargs and module is self._module:
             site = self._recorder, self._index, module, *self._slots, self._call.first
-            known = called(*site, args, out)  # records the use; None: C++ cannot
+            known = _C.called(*site, args, out)  # records the use; None: C++ cannot
             if known is not None:  # likely served at graph nodes again, which needs nothing saved
                 listen = partial(self._listen_late, args, out, known)
                 self._audit.forwards.postpone(known[1], listen)
@@ -242,7 +238,7 @@ class FallbackSite(Delivery):
             use.has_several_nodes, use.inner = True, inner_outputs(outputs, leaves)
             self._audit.defer(use.places)
         for node, numbers in ends.items():
-            needed = use.places if ops.NATIVE else needed_by(node, use.parameters, leaves)
+            needed = use.places if NATIVE else needed_by(node, use.parameters, leaves)
             prehook = partial(self._arrive, use, needed, numbers)
             node.register_prehook(prehook)
             if use.saves_through_hooks:  # a checkpoint's recomputation must save the same again

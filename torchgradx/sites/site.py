@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from .._types import Recorder
+from ..extension import Recorder
 from ..layers.rules import Layer, rule_named
 from ..layers.table import Parameters, owns_backward
 from .native import Context, NativeSite

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .._types import Recorder
+from ..extension import Recorder
 from ..hooks.copies import make_subclass, stock_of
 
 _by_module: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[StandIns]]] = (

@@ -15,16 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .. import ops
+from ..extension import _C
 from ..gradients.by_sample import Gradients
 from ..gradients.outer import Outer
 from ..graph.layout import BATCH, SEQUENCE
 from ..layers.modules import recurrent_weights
 from .fallback import Call, copy_to_keep, run_again
 from .packed import Packed
-
-if ops.NATIVE:
-    from .. import _C
 
 TENSOR_TYPES = {Tensor, nn.Parameter}
 CELLS = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}  # Cell in csrc/layers/recurrence.h

@@ -21,13 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 
-from .. import ops
+from ..extension import _C, NATIVE
 from ..graph.arguments import batch_size
 from ..kept import model_kept, random_state_kept
 from ..layers.rules import Layer
-
-if ops.NATIVE:
-    from .. import _C
 
 # Forwards in plain PyTorch, from which the compiler infers shapes. By kind of layer.
 TRACED_FORWARDS: dict[str, Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor]] = {
@@ -48,7 +45,7 @@ class Trace:
     """State of one probe that Dynamo reads; it recompiles when an attribute changes."""
 
     def __init__(self, options: Any, open_pass: Callable[..., Any]) -> None:
-        self.can_trace = ops.NATIVE and options["weight_grad"] and options["backend"] != "vmap"
+        self.can_trace = NATIVE and options["weight_grad"] and options["backend"] != "vmap"
         self.on = True  # neither removed nor paused
         # While the root is traced: the latest operator's token; False: nothing is recorded.
         self.token: Tensor | bool | None = None
@@ -236,7 +233,7 @@ for _function in (_may_break, _add_call, _name_use):
     setattr(_function, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-if ops.NATIVE:
+if NATIVE:
     _library = torch.library.Library("torchgradx", "IMPL")
 
     def _begin(inputs: Sequence[Tensor], n: int, probe: str, call: str) -> Tensor:
