@@ -110,13 +110,12 @@ def test_a_compiled_model_is_exact_at_every_batch_size(name, order):
     same_gradients(model, twin, 1e-9)
 
 
-@pytest.mark.parametrize("sizes", [(1, N), (N, 1, 6)], ids=str)
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_part_that_is_compiled_is_exact_at_every_batch_size(fused, sizes):
+def test_a_part_that_is_compiled_is_exact_at_every_batch_size(fused):
     part = torch.compile(nn.Sequential(nn.Linear(5, 4), nn.Tanh()), backend="eager")
     model = nn.Sequential(nn.Linear(3, 5), nn.GELU(), part).double()
     with torchgradx.attach(model, fused=fused) as probe:
-        for n in sizes:  # from the second on, the compiler traces with symbols for sizes
+        for n in (1, N, 6):  # from the second on, the compiler traces with symbols for sizes
             held_against_a_loop(model, probe, model, torch.randn(n, 3, dtype=torch.float64))
 
 

@@ -168,13 +168,9 @@ def test_a_direction_of_one_number_receives_rounding_alone(options):
 @pytest.mark.skipif(not torchgradx.ops.NATIVE, reason="seen with the extension only")
 @a_few_modes
 def test_a_parameter_that_no_forward_uses_runs_nothing_again(options):
-    calls = []
-
-    def forward(m, x):
-        calls.append(None)
-        return m.l(x) + torch.randn(len(x), 2, dtype=x.dtype)
-
-    model = Model(forward, w=torch.randn(3), l=nn.Linear(3, 2)).double()
+    calls, layer = [], nn.Linear(3, 2)
+    drawn = lambda m, x: (calls.append(None), m.l(x) + torch.randn(len(x), 2))[1]  # noqa: E731
+    model = Model(drawn, w=torch.randn(3), l=layer).double()
     with torchgradx.attach(model, **options) as probe:
         for _ in range(3):
             calls.clear()
