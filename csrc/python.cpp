@@ -376,6 +376,12 @@ void bind_capture(py::module_& m) {
   py::class_<Packed>(m, "Saved").def(py::init<const Tensor&>()).def("unpack", &Packed::unpack);
 }
 
+void bind_at_node(py::module_& m);
+void bind_called(py::module_& m);
+void bind_outline(py::module_& m);
+void bind_trace(py::module_& m);
+void bind_watch(py::module_& m);
+
 }  // namespace torchgradx
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

@@ -1,7 +1,7 @@
 // Layers whose parameters act element by element: the affine parameters of normalisations, scales, PReLU. Bound by
 // memory: the norms read both operands once; fused makes grad_input from the same lines, which a LayerNorm's need once
 // and a GroupNorm's twice, the second time out of cache where a group (a sample, if channels_last) fits it.
-#include "../layers/views.h"
+#include "../operators/views.h"
 #include "affine_sweep.h"
 
 #include <torch/library.h>

@@ -1,5 +1,5 @@
 // Conv2d: the linear algorithms over patches (patches.h); a 1 x 1 convolution is a Linear over pixels.
-#include "../layers/views.h"
+#include "../operators/views.h"
 #include "direct.h"
 #include "patch_gram.h"
 #include "planes.h"

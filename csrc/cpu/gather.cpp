@@ -3,8 +3,8 @@
 // and a row a thread.
 #include "segments.h"
 
-#include "../layers/views.h"
 #include "../operators/checks.h"
+#include "../operators/views.h"
 #include "passes.h"
 
 #include <torch/library.h>

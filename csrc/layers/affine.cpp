@@ -1,7 +1,7 @@
 // Normalisations, whose weight and bias act element by element on what is normalised. Each kind says how its input is
 // seen as [N, T, G, K] (ops.h); the rest is one. Statistics that a forward does not hand out are taken again.
+#include "../operators/views.h"
 #include "elementwise.h"
-#include "views.h"
 
 #include <ATen/autocast_mode.h>
 

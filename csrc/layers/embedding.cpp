@@ -1,6 +1,6 @@
 // Embedding: rows of a table looked up by id. Its forward and its gradient stay the framework's own.
+#include "../operators/views.h"
 #include "layer.h"
-#include "views.h"
 
 #include <ATen/ATen.h>
 

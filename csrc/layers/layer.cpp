@@ -2,7 +2,7 @@
 #include "layer.h"
 
 #include "../operators/formats.h"
-#include "views.h"
+#include "../operators/views.h"
 
 #include <ATen/ATen.h>
 #include <ATen/SavedTensorHooks.h>

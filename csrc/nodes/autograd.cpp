@@ -1,7 +1,7 @@
 // Layers whose backward makes the weight gradient and the norms in one pass. The gradient goes back through autograd,
 // so what wraps the model (DDP, GradScaler, hooks on parameters) sees nothing unusual. Under create_graph it is plain
 // PyTorch.
-#include "../layers/views.h"
+#include "../operators/views.h"
 #include "node.h"
 #include "site.h"
 

@@ -1,7 +1,7 @@
 // The tap: catches a layer's input and the gradient of its output without changing the layer. The input is a
 // SavedVariable, so that checkpointing and offloading hold for it too; the hook sits on the node, after every hook of
 // the user's on the tensor.
-#include "../layers/views.h"
+#include "../operators/views.h"
 #include "site.h"
 
 #include <ATen/ATen.h>

@@ -2,8 +2,8 @@
 // GPU has one side a sector a number.
 #pragma once
 
-#include "../layers/views.h"
 #include "ops.h"
+#include "views.h"
 
 namespace torchgradx {
 

@@ -318,12 +318,4 @@ class Pass : public std::enable_shared_from_this<Pass> {
 
 bool watching();  // whether the operators of this thread are observed: watch.cpp
 
-void bind_pass(py::module_& m);
-void bind_capture(py::module_& m);
-void bind_at_node(py::module_& m);
-void bind_called(py::module_& m);
-void bind_outline(py::module_& m);
-void bind_watch(py::module_& m);
-void bind_trace(py::module_& m);
-
 }  // namespace torchgradx

@@ -48,7 +48,7 @@ class Path(NamedTuple):
 
 
 class Trail(NamedTuple):
-    """A path by the numbers of its nodes in graphs that look the same: csrc/record/outline.cpp."""
+    """A path by the numbers of its nodes in graphs that look the same: csrc/nodes/outline.cpp."""
 
     nodes: list[int]
     stations: list[Station]

@@ -108,9 +108,8 @@ class NativeSite:
         self._rule = rule_named(layer.kind)
         # For norms only, our node spares a table's gradient, which is as large as the table.
         spares = self._rule.whole and not options["weight_grad"]
-        bounded = (
-            getattr(module, "max_norm", None) is not None
-        )  # its forward writes into the weight
+        # With a max_norm the forward writes into the weight.
+        bounded = getattr(module, "max_norm", None) is not None
         swaps = owns_backward(options) and (self._rule.swaps or (spares and not bounded))
         declared = SECOND if layer.role and self.declared >= 0 else self.declared
         self.core = make_core(layer, index, context, declared, self.presumed, swaps)

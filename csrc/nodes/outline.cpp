@@ -1,5 +1,5 @@
 // How a forward's graph looks, so that what was found of its nodes can be taken over by another that looks the same.
-#include "../nodes/at_node.h"
+#include "at_node.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
