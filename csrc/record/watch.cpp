@@ -47,8 +47,6 @@ struct Operation : at::ObserverContext {
   std::vector<Tensor> written;
 };
 
-}  // namespace
-
 class Watch {
  public:
   Watch(const std::vector<Tensor>& constants, const std::vector<Tensor>& data, int64_t n, int64_t batch_dim)
@@ -205,6 +203,8 @@ class Watch {
 };
 
 thread_local Watch* Watch::watching = nullptr;
+
+}  // namespace
 
 void bind_watch(py::module_& m) {
   py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
