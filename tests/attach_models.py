@@ -27,7 +27,7 @@ class Model(nn.Module):
 
 
 def rms_norm(d, of=lambda weight: weight):
-    """As users write it: no kernel is called by its name."""
+    """RMSNorm as users write it, which calls no kernel by name."""
 
     def forward(m, x):
         return of(m.weight) * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
@@ -45,7 +45,7 @@ def square(model, *batch):
 
 
 def square_second(model, *batch):
-    """As square, for an output [T, N, ...]."""
+    """Like square, for an output [T, N, ...]."""
     return model(*batch).square().transpose(0, 1).flatten(1).sum(1).mean()
 
 

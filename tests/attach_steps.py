@@ -44,7 +44,7 @@ def exact_steps(model, *batches, loss=square, rtol=1e-9, **options):
 
 
 def read_or_refused(probe, want, words=""):
-    """What is read is exact, or an error with these words, which is returned."""
+    """Read exact norms, or an error with these words, which is returned."""
     try:
         got = probe.norms(per="parameter")
     except torchgradx.CoverageError as error:
@@ -91,7 +91,7 @@ def attempt(model, loss, *batch, **options):
 
 
 def exact_or_refused(model, loss, *batch, dims=0, **options):
-    """Where the contract promises only not to be wrong. Returns the refusal, if there was one."""
+    """A step that may be refused, but not be wrong. Returns the refusal, if there was one."""
     need_native(options)
     model, batch = prepared(model, batch, torch.float64)
     want = loop(model, loss, *batch, dims=dims)

@@ -87,7 +87,7 @@ def backwards(monkeypatch):
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """What is a cycle stays, as if the collector came late."""
+    """Cycles stay, as if the collector came late."""
     gc.collect()
     gc.disable()
     yield

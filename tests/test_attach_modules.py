@@ -161,7 +161,7 @@ def of_rows(middle):
 
 
 def grn():
-    """With a dimension as long as the channels."""
+    """A dimension of the input is as long as the channels."""
     middle = Model(response_norm, weight=torch.randn(C), bias=torch.randn(C))
     return around(middle, partial(nn.Conv2d, kernel_size=1)), torch.randn(N, 3, 5, C)
 

@@ -77,7 +77,7 @@ def test_several_kinds_are_had_from_one_pass(tmp_path):
 
 
 class Output(dict):
-    """As of transformers' models: with .loss and .logits, from labels among the inputs."""
+    """Outputs as of transformers' models: with .loss and .logits, from labels among the inputs."""
 
     __getattr__ = dict.__getitem__
 

@@ -166,7 +166,7 @@ def block(m, ids):
 
 
 def transformer():
-    """With every way that parameters are served."""
+    """Every way that parameters are served, in one model."""
     return Model(block, table=nn.Embedding(V, D), positions=torch.randn(T, D),
                  norm=nn.LayerNorm(D), own=rms_norm(D), up=nn.Linear(D, 2 * D),
                  down=nn.Linear(2 * D, D), gamma=torch.rand(D),

@@ -15,7 +15,7 @@ Use = tuple[int, list[int], Node, int]  # site, sizes of the output, its node, i
 Slot = tuple[int, Tensor]  # place, parameter
 
 class Recorder:
-    """What all passes of one probe share."""
+    """State that all passes of one probe share."""
 
     auditing: bool  # sums are kept, to be compared with the gradients received
     asking: bool  # this thread asks a node for its products: nothing arrives
@@ -156,7 +156,7 @@ class Stop:
     ) -> None: ...
 
 class Terms:
-    """What a backward wants at its stops, asked once; and what serves where C++ does not."""
+    """Answer to what a backward wants at its stops, and the function where C++ serves none."""
 
     def __init__(
         self,

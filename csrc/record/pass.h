@@ -113,8 +113,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   void push(std::shared_ptr<Pass> pass);  // enlisted; nullptr: record nothing on this thread until pop()
   void pop();
   int64_t depth() const;  // how many are in force on this thread, one within another
-  // Of this thread; in a recomputation, the pass that it belongs to; outside of the model's forward, one with
-  // called_directly set.
+  // The pass of this thread; in a recomputation, the one that it belongs to; outside of the model's forward, one
+  // with called_directly set.
   std::shared_ptr<Pass> current() const;
   // The pass whose forward made the node that runs now; nullptr: one that was not recorded here; nothing: not known.
   std::optional<std::shared_ptr<Pass>> original() const;

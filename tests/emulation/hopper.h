@@ -1,4 +1,4 @@
-// What the files that emulate Hopper's instructions share: barriers as copies of boxes need them, and a warpgroup's
+// Parts that all emulated instructions of Hopper share: barriers as copies of boxes need them, and a warpgroup's
 // rendezvous, in which its 128 threads do wgmma and the change of registers together.
 #pragma once
 

@@ -171,7 +171,7 @@ def deliver(run: Pass, recorder: Recorder, place: int, g: Gradients) -> None:
 def keep(run: Pass, recorder: Recorder, place: int, g: Gradients) -> None:
     """Keep the gradients for clipping, and record their dot products with the direction, if any."""
     if recorder.keeps_tape:
-        # Of one sample the tensor becomes .grad, into which later backwards add.
+        # A single sample's tensor becomes .grad, into which later backwards add.
         run.keep_on_tape(BySample(place, g.clone() if run.n == 1 and isinstance(g, Tensor) else g))
     direction = run.directions[place] if run.directions else None
     if direction is not None:

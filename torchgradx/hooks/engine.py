@@ -1,4 +1,4 @@
-"""What the engine executes in the current backward, its callbacks, and gates at parameters' nodes.
+"""Nodes that the current backward executes, callbacks at its end, and gates at parameters' nodes.
 
 A gate keeps gradients out of `.grad` for norms only, and reports others for clipping.
 """

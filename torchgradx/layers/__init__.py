@@ -1,1 +1,1 @@
-"""What is known of a model before any data: its parameters, its layers, their kernels."""
+"""Facts of a model that need no data: its parameters, its layers, their kernels."""

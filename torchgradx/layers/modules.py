@@ -1,4 +1,4 @@
-"""Which module owns each parameter, and which modules a module calls.
+"""Modules: the owner of each parameter, and the modules that a module calls.
 
 A module owns the parameters that its own forward uses, not those of the children that it calls.
 """

@@ -83,7 +83,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Rule:
-    """How one class of layers is served."""
+    """Description of how one class of layers is served."""
 
     name: str
     accepts: Callable[[Any], bool]  # whether it serves a module

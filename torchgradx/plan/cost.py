@@ -1,4 +1,4 @@
-"""Which algorithm, and why: integers in, a printable AlgorithmPlan out; no tensors, nothing is run.
+"""The algorithm, and why: integers in, a printable AlgorithmPlan out; no tensors, nothing is run.
 
 Problem -> ALGORITHMS that do not refuse -> least seconds under the device model -> Plan
 
@@ -82,7 +82,7 @@ def _direct(p: Problem) -> Cost:
 NORMS = {"rank1": _rank1, "gram": _gram, "direct": _direct}
 ALGORITHMS = (*NORMS, "fused")
 
-# What an algorithm consists of, by the rates that it runs at
+# Costs that add up to an algorithm's, with the rates that they run at
 CostParts = tuple[tuple[str, Cost], ...]
 
 

@@ -184,7 +184,7 @@ class Audit:
     def examine_compiled(self, run: Pass) -> None:
         """Examine a pass of compiled graphs at its first gradient, by running it uncompiled."""
         key = run.structure, run.n
-        # What the batch's values chose does not show in a compiled graph.
+        # A compiled graph does not show what the batch's values chose.
         cached = next((v for v in self._cached(key) if not v.routes), None)
         verdict = cached or verdict_of_compiled(run)
         if cached is None and verdict.complete:
@@ -328,7 +328,7 @@ class Audit:
     def _compare(self, key: tuple[int, int], gradient: Tensor) -> None:
         """Note a gradient that is not the recorded sum."""
         recorded = self._recorder.take_recorded(*key)
-        # Of a sharded gradient only a part is here; the recorded sum is the whole.
+        # Only a part of a sharded gradient is here; the recorded sum is the whole.
         if is_sharded([gradient]) or not is_same_sum(gradient, *recorded):
             self._record.mismatched.add(key)
 

@@ -36,7 +36,7 @@ _Facts = dict[tuple[int, int], int | None]  # by site and number of its call; No
 
 @dataclass
 class Memory:
-    """What the watched forwards of one regime have shown. Outlives the probe."""
+    """Facts that the watched forwards of one regime have shown. Outlives the probe."""
 
     watches: int = 1  # how many of the next forwards to watch
     constant: _Facts = field(default_factory=dict)  # 1: all inputs of the call are constant
@@ -95,7 +95,7 @@ def _look_up(known: _Facts, uses: Sequence[Any]) -> dict[int, int]:
 
 
 class ForwardTrace(NamedTuple):
-    """What one forward showed while it ran."""
+    """Facts that one forward showed while it ran."""
 
     watch: Watch | None  # None: it was not watched
     ends: dict[tuple[int, Any], list[End]]  # further outputs of a use, by site and first one's node

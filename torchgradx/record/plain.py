@@ -168,7 +168,7 @@ class Recorder:
 
 
 class Pass:
-    """What one forward leaves behind, and what its backward adds."""
+    """One training forward: what it leaves behind, and what its backward adds."""
 
     def __init__(self, recorder: Recorder, n: int, parameters: Sequence[Tensor]) -> None:
         self.recorder, self.n = recorder, n

@@ -63,7 +63,7 @@ def is_running(call: FrameType) -> bool:
 
 @dataclass(frozen=True)
 class Context:
-    """What the sites of one probe share."""
+    """Parts that the sites of one probe share."""
 
     recorder: Recorder
     audit: Any  # proof.audit.Audit, which sites must not import

@@ -31,7 +31,7 @@ def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Si
 
 
 class ProbeParts(NamedTuple):
-    """What the parts of one probe share."""
+    """Objects that the parts of one probe share."""
 
     recorder: Recorder
     parameters: Parameters
