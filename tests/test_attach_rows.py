@@ -125,6 +125,20 @@ def test_batches_of_equal_sizes_that_choose_otherwise_are_exact_or_refused(
     assert exact == 0 if reentrant else exact >= 4
 
 
+@a_few_modes
+@pytest.mark.parametrize("pick", [lambda x, m: x[m], lambda x, m: x.flatten(0, 1)[places(m)]],
+                         ids=["a mask", "places"])  # fmt: skip
+def test_data_that_are_unpadded_before_the_first_layer_are_looked_at_anew(pick, options):
+    def forward(model, x, m):
+        return model.o(owned(m.sum(1)) @ torch.tanh(model.b(pick(x, m))))
+
+    model = Model(forward, b=nn.Linear(3, 3), o=nn.Linear(3, 2)).double()
+    with torchgradx.attach(model, **options) as probe:
+        for m in (ALIKE, ALIKE, OTHERS[0], ALIKE):
+            refusal = step_or_refused(probe, model, rows(), m, words="b.weight")
+            assert refusal is None or m is not ALIKE, refusal
+
+
 def owned(k):
     return F.one_hot(torch.arange(len(k)).repeat_interleave(k), len(k)).T.double()
 

@@ -197,7 +197,7 @@ class Attachment:
         self._samples.begin()
         if rows is None and (new or context.joint):
             batch_dim = self._options["batch_dim"]
-            self._audit.forwards.start(n, module, (args, kwargs), batch_dim)
+            self._audit.start_forward(n, module, (args, kwargs), batch_dim)
         return run
 
     def _pass_outside(self) -> Pass | None:

@@ -13,12 +13,13 @@
 namespace torchgradx {
 namespace {
 
-// Of a tensor's memory, which views and in-place writes share: is it constant, and how many elements are samples apart,
-// 0 where that is not known. A weak reference keeps the address of what is gone.
+// Of a tensor's memory, which views and in-place writes share: is it constant, how many elements are samples apart, 0
+// where that is not known, and did values of data decide its size. A weak reference keeps the address of what is gone.
 struct Known {
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;
   bool constant;
   int64_t apart;
+  bool counted;
 };
 
 // Not of a tensor subclass, nor while a compiler traces with symbols: to ask those for their sizes runs Python.
@@ -42,6 +43,7 @@ void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
 // Of an operator, which is observed around all that it calls.
 struct Operation : at::ObserverContext {
   bool constant = true, pointwise = false, picks = false, of_sizes = false;
+  bool counted = false;                    // its outputs are, see Known
   bool of_python = false;                  // torch.tensor(list): nobody knows of what data
   std::vector<std::vector<int64_t>> like;  // sizes of its operands that stand as an argument does
   std::vector<Tensor> written;
@@ -51,7 +53,7 @@ class Watch {
  public:
   Watch(const std::vector<Tensor>& constants, const std::vector<Tensor>& data, int64_t n, int64_t batch_dim)
       : n_(n), batch_dim_(batch_dim) {
-    for (const Tensor& t : constants) mark(t, true, 0);
+    for (const Tensor& t : constants) mark(t, true);
     for (const Tensor& t : data) mark(t, false, apart(t, batch_dim_));
     before_ = watching;
     watching = this;
@@ -93,10 +95,10 @@ class Watch {
       if (known == apart(t, dim)) return dim;
     return -1;
   }
-  void mark(const Tensor& t, bool constant, int64_t apart) {
+  void mark(const Tensor& t, bool constant, int64_t apart = 0, bool counted = false) {
     if (!has_storage(t)) return;
     const auto key = t.storage().unsafeGetStorageImpl();
-    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, apart});
+    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, apart, counted});
   }
   bool consumed(const py::object& node, uint32_t number) const {
     using torch::autograd::THPCppFunction;
@@ -126,10 +128,13 @@ class Watch {
     if (!has_storage(t) || t.layout() != at::kStrided || t.dim() <= dim || t.size(dim) % n_) return 0;
     return t.stride(dim) * (t.size(dim) / n_);
   }
+  const Known* known(const Tensor& t) const {
+    const auto found = has_storage(t) ? known_.find(t.storage().unsafeGetStorageImpl()) : known_.end();
+    return found == known_.end() ? nullptr : &found->second;
+  }
   int64_t known_apart(const Tensor& t) const {
-    if (!has_storage(t)) return 0;
-    const auto found = known_.find(t.storage().unsafeGetStorageImpl());
-    return found == known_.end() ? 0 : found->second.apart;
+    const Known* found = known(t);
+    return found ? found->apart : 0;
   }
 
   void consume(const Tensor& t, bool constant) {
@@ -142,17 +147,25 @@ class Watch {
   }
 
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
-    auto operation = std::make_unique<Operation>();
     Watch* self = watching;
-    if (!self) return operation;
-    std::vector<Tensor> operands;
-    for (const c10::IValue& value : function.inputs()) tensors_in(value, operands);
+    if (!self) return nullptr;
     const auto name_of = function.operator_name().value_or(c10::OperatorName("", ""));
     const auto handle = c10::Dispatcher::singleton().findOp(name_of);
+    // Operators that are made of others show less than these do: expand_as(other) reads the sizes of `other` alone.
+    if (handle && handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return nullptr;
+    auto operation = std::make_unique<Operation>();
+    std::vector<Tensor> operands;
+    for (const c10::IValue& value : function.inputs()) tensors_in(value, operands);
     if (handle) {
       operation->pointwise = handle->hasTag(at::Tag::pointwise);
       const std::string& name = handle->schema().name();
       const auto is = [&](const char* start) { return name.rfind(start, 0) == 0; };
+      // x[places] has as many rows as there are places, if these are numbers and no mask.
+      const auto masks = [](const Tensor& t) {
+        return t.defined() && isIntegralType(t.scalar_type(), true) && t.element_size() == 1;
+      };
+      operation->counted = handle->hasTag(at::Tag::dynamic_output_shape) &&
+                           (!is("aten::index") || std::any_of(operands.begin() + 1, operands.end(), masks));
       // Places alone are no rows, and what has a gradient is in the graph (routes.py).
       operation->picks = handle->hasTag(at::Tag::dynamic_output_shape) && !is("aten::nonzero");
       const bool likes = name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0;
@@ -167,7 +180,9 @@ class Watch {
     for (const Tensor& t : operands) {
       if (!t.defined()) continue;
       const bool constant = self->is_constant(t);
+      const Known* found = self->known(t);
       operation->constant = operation->constant && constant;
+      operation->counted = operation->counted || (found && found->counted);
       operation->picks = operation->picks && !t.requires_grad();
       self->consume(t, constant);
       if (t.is_view())
@@ -179,7 +194,8 @@ class Watch {
     }
     ++self->depth_;
     if (!operation->pointwise) operation->like.clear();
-    if (operation->picks && !operation->constant) self->picks = true;
+    operation->counted = operation->counted && !operation->constant;
+    if (operation->picks && operation->counted) self->picks = true;
     return operation;
   }
 
@@ -191,13 +207,14 @@ class Watch {
     std::vector<Tensor> made;
     for (const c10::IValue& value : function.outputs()) tensors_in(value, made);
     if (!operation->constant)
-      for (const Tensor& t : operation->written) self->mark(t, false, 0);
+      for (const Tensor& t : operation->written) self->mark(t, false);
     const auto& like = operation->like;
     for (const Tensor& t : made) {
       if (!has_storage(t)) continue;
       const bool alike = std::find(like.begin(), like.end(), t.sizes().vec()) != like.end();
       const bool constant = (operation->constant && !(operation->of_python && t.dim() > 0)) || operation->of_sizes;
-      self->mark(t, constant, alike ? self->apart(t, self->batch_dim_) : self->known_apart(t));
+      const int64_t apart = alike ? self->apart(t, self->batch_dim_) : self->known_apart(t);
+      self->mark(t, constant, apart, operation->counted);
     }
   }
 };

@@ -62,6 +62,7 @@ class _Memory(NamedTuple):
     ref: StorageWeakRef  # keeps the address, which is our key, from being used again
     is_constant: bool
     stride: int  # elements from one sample to the next; 0: not known
+    has_data_size: bool  # True: the values of data decided its size
 
 
 class WatchMode(TorchDispatchMode):
@@ -114,10 +115,17 @@ class WatchMode(TorchDispatchMode):
         """Return True if `batch_dim` holds the samples: a view, or computed elementwise."""
         return 0 < self._known_stride(t) == self._stride(t, self._batch_dim)
 
-    def _known_stride(self, t: Tensor) -> int:
+    def _memory(self, t: Tensor) -> _Memory | None:
         storage = _storage_of(t)
-        memory = None if storage is None else self._memories.get(storage._cdata)
+        return None if storage is None else self._memories.get(storage._cdata)
+
+    def _known_stride(self, t: Tensor) -> int:
+        memory = self._memory(t)
         return 0 if memory is None else memory.stride
+
+    def _has_data_size(self, t: Tensor) -> bool:
+        memory = self._memory(t)
+        return memory is not None and memory.has_data_size
 
     def _stride(self, t: Tensor, d: int) -> int:
         """Return the elements from one sample to the next if dimension d has rows n*T+t, else 0."""
@@ -132,6 +140,8 @@ class WatchMode(TorchDispatchMode):
             return func(*args, **kwargs)
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         bits = [self.knows_constant(t) for t in operands]  # before the operator writes in place
+        sized = not all(bits) and (_is_sized_by_values(func, operands) or
+                                   any(map(self._has_data_size, operands)))  # fmt: skip
         for t, bit in zip(operands, bits, strict=True):
             for consumed in (t, t._base):  # after a write into a view the graph shows its base
                 if consumed is not None and consumed.grad_fn is not None:
@@ -146,7 +156,7 @@ class WatchMode(TorchDispatchMode):
             out = func(*args, **kwargs)
         constant = all(bits)
         if not constant:
-            if torch.Tag.dynamic_output_shape in tags:
+            if sized and torch.Tag.dynamic_output_shape in tags:
                 self.picks = self.picks or _picks_rows(func, operands)
             for t in _written(func, args, kwargs):
                 self._mark(t, False)
@@ -154,13 +164,14 @@ class WatchMode(TorchDispatchMode):
             if isinstance(t, Tensor):
                 alike = not t.is_nested and t.shape in shapes
                 stride = self._stride(t, self._batch_dim) if alike else self._known_stride(t)
-                self._mark(t, constant or _reads_sizes_only(func), stride)
+                self._mark(t, constant or _reads_sizes_only(func), stride, sized)
         return out
 
-    def _mark(self, t: Tensor, constant: bool, stride: int = 0) -> None:
+    def _mark(self, t: Tensor, constant: bool, stride: int = 0, sized: bool = False) -> None:
         storage = _storage_of(t)
         if storage is not None:
-            self._memories[storage._cdata] = _Memory(StorageWeakRef(storage), constant, stride)
+            memory = _Memory(StorageWeakRef(storage), constant, stride, sized)
+            self._memories[storage._cdata] = memory
 
 
 def _storage_of(t: Tensor) -> torch.UntypedStorage | None:
@@ -177,6 +188,14 @@ def _reads_sizes_only(func: Any) -> bool:
     if name == "bernoulli":
         return bool(schema.overload_name == "p")
     return name.endswith("_like") or name.startswith("new_")
+
+
+def _is_sized_by_values(func: Any, operands: Sequence[Tensor]) -> bool:
+    """Return True if an operator's values decide the size of its output, unlike in x[places]."""
+    if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
+        return False
+    masks = any(t.dtype in (torch.bool, torch.uint8) for t in operands[1:])
+    return masks or func._schema.name != "aten::index"
 
 
 def _picks_rows(func: Any, operands: Sequence[Tensor]) -> bool:

@@ -292,7 +292,9 @@ class _Walk:
             return
         sizes = made if writes else shape
         if hasattr(node, "_saved_indices"):
-            selection = select_by_indices(saved_value(node, "indices"), sizes)
+            indices = saved_value(node, "indices")
+            dim = next((k for k, index in enumerate(indices or ()) if index is not None), 0)
+            selection = select_by_indices(indices, sizes)
         else:
             dim, saved = _saved_dim(node, sizes), saved_value(node, "index")
             selection = select_along(dim, saved, sizes, self._grid)
@@ -300,7 +302,9 @@ class _Walk:
             return
         index, size, dims, flags = selection
         if dims < 0:
-            yield out
+            rows = made[: max(0, _dims(made, len(out.owners)))]
+            padded = [*rows[:dim], *[1] * len(rows[dim:])]
+            yield out if len(rows) <= dim else self._reduce(out, rows, padded)
         elif writes:
             owners = owners_by(out, made, made[: _dims(made, size)])
             if owners is not None and len(owners) == size and len(index) in _counts(shape):

@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CoverageError
@@ -62,6 +62,7 @@ class Audit:
         self._lift = Lift(shared, self._is_compared)
         self.examiner = Examiner(shared, self.forwards, self._lift)
         self._pending: list[_Pending] = []
+        self._latest: Verdict | None = None
         self._lock = threading.RLock()  # for _pending, _midway and the hooks
         self._midway: set[int] = set()  # tasks that had begun when the comparison started
         self._hooks, self._lasting_hooks = ParameterHooks(), ParameterHooks()
@@ -76,6 +77,12 @@ class Audit:
         self._muted: dict[int, tuple[dict[int, Any], int]] = {}  # by place: user hooks, task
 
     # Forward
+
+    def start_forward(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
+        """Begin the trace of a forward, and watch it if its pass will need a new verdict."""
+        if self._latest is not None and self._latest.has_expired(self._parameters.tensors()):
+            self.forwards.watch_again()
+        self.forwards.start(n, model, arguments, batch_dim)
 
     def key(self, run: Pass, trace: ForwardTrace) -> Any:
         """Return the cache key of a pass's structure."""
@@ -132,7 +139,7 @@ class Audit:
         routes = cache(partial(routes_of, forward.outputs, run.n, forward.trace.by_row))
 
         def fits(verdict: Verdict) -> bool:
-            if not verdict.holds(self._parameters.tensors, routes):
+            if not verdict.holds(self._parameters.tensors(), routes):
                 return False
             match = match_plan(verdict.plan)
             return match is None or (match.stations is not None and not match.mute and match.same)
@@ -146,6 +153,7 @@ class Audit:
             if verdict is not None:
                 store(self._verdicts, key, verdict)
         verdict = verdict or self._prove(forward, key, cached)
+        self._latest = verdict
         verdict.apply(run)
         if self._parameters.gathered():
             self._hook_sharded(run, verdict.sites)
@@ -160,6 +168,8 @@ class Audit:
     def _prove(self, forward: Forward, key: Any, cached: Sequence[Verdict]) -> Verdict:
         """Return a new verdict, which replaces `cached` ones that expired."""
         verdict = self.examiner.verdict(forward)
+        if any(not isinstance(route, str) for route in verdict.routes):
+            self.forwards.watch_again()  # the next batch may choose other routes
         expired = [v for v in cached if v.zeros_version is not None]
         if expired and verdict.zeros_version is not None:  # zeros still: examine less often
             verdict.examinations = 1 + max(v.examinations for v in expired)

@@ -232,7 +232,7 @@ class SegmentExaminer:
         refusals += [(site, layout) for (site, *_), layout in zip(uses, layouts, strict=True)
                      if isinstance(layout, str)]  # fmt: skip
         run.segments = segments
-        if n > 1 and is_new and not self._audit.examiner.has_zero_weights(n):
+        if n > 1 and is_new and not self._audit.examiner.zero_weights(n):
             pending = {key for key, sure in zip(keys, proven, strict=True) if key and sure}
             self._audit.cache_later(list(pending), None, NO_VERDICT, run)
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]

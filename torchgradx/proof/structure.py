@@ -90,8 +90,10 @@ class Examiner:
                     if one.refusal is not None]  # fmt: skip
         if ambiguous and (plan or not {BATCH, SEQUENCE}.isdisjoint(layouts)):
             refusals.append((-1, cause("either", n=n)))
-        zero_weights, dropped = self.has_zero_weights(n), n > 1 and bool(exam.zeros)
-        has_zeros = zero_weights or dropped
+        tensors, zero_weights = self._parameters.tensors(), self.zero_weights(n)
+        has_zeros = n > 1 and bool(exam.zeros)
+        version_of = range(len(tensors)) if has_zeros else zero_weights
+        version = total_version([tensors[place] for place in version_of])
         return Verdict(
             layouts,
             refusals,
@@ -100,8 +102,9 @@ class Examiner:
             sites=[site for site, *_ in uses],
             routes=self._routes(forward, exam.watched),
             sure=[one.sure for one in judged],
-            zeros_version=total_version(self._parameters.tensors()) if has_zeros else None,
-            has_dropped_branch=dropped and not zero_weights,
+            zeros_version=version if version_of else None,
+            version_of=version_of,
+            has_dropped_branch=has_zeros and not zero_weights,
         )
 
     def _start(self, forward: Forward) -> _Exam:
@@ -185,24 +188,27 @@ class Examiner:
     def _routes(self, forward: Forward, watched: Sequence[Watched]) -> list[Any]:
         """Return the row indices that the batch's values chose. With a None in it, no other pass
         has the same routes: some choices cannot be seen."""
-        n = forward.n
+        n, memory = forward.n, self._forwards.memory
         routes = routes_of(forward.outputs, n, forward.trace.by_row)
-        sized = (layout_from_sizes(use.leads, n) for use in watched)
-        cut = self._forwards.memory.picks and None in sized
+        tables = memory.tables(forward.uses) if memory.picks else ()
+        sized = (layout_from_sizes(use.leads, n) for k, use in enumerate(watched)
+                 if k not in tables)  # fmt: skip
+        cut = memory.picks and None in sized
         if n > 1 and (forward.trace.flat or cut or any(0 in use.leads for use in watched)):
             routes.append(None)
         return routes
 
-    def has_zero_weights(self, n: int) -> bool:
-        """Return True if a weight (not a bias) is all zeros. False for sharded parameters."""
+    def zero_weights(self, n: int) -> list[int]:
+        """Return the places of trained weights (not biases) that are all zeros, which may hide a
+        part of the graph. None of sharded parameters."""
         if n == 1 or not self._proves or self._parameters.gathered():
-            return False
-        biases = {layer.bias for layer in self._layers}
+            return []
+        biases, tensors = {layer.bias for layer in self._layers}, self._parameters.tensors()
         weights = {place for layer in self._layers for place in layer.parameters} - biases
-        tensors = self._parameters.tensors()
-        live = [tensors[place].detach().any() for place in weights if tensors[place].numel()]
-        flags = [flag.to(live[0].device) for flag in live]
-        return bool(flags) and not bool(torch.stack(flags).all())
+        live = [k for k in sorted(weights) if tensors[k].requires_grad and tensors[k].numel()]
+        flags = [tensors[place].detach().any() for place in live]
+        found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+        return [place for place, is_live in zip(live, found, strict=True) if not is_live]
 
     def _is_unsure(self, exam: _Exam, k: int, layout: int | str | None, sized: int | None) -> bool:
         """Return True if an unproven use needs a proof. sized: the layout by sizes, or None."""

@@ -54,6 +54,7 @@ class Verdict:
     routes: Sequence[Any] = ()  # the row indices that the batch's values chose: graph/routes.py
     sure: Sequence[bool] = ()  # by use: True if no other layout has the same rows
     zeros_version: int | None = None  # total_version() when zeros were seen; None: none were
+    version_of: Sequence[int] = ()  # the places whose versions count there
     has_dropped_branch: bool = False  # zeros came from a branch left out, not from zero weights
     examinations: int = 1  # of this structure, while it had zeros
     patience: int = 1  # passes left until the next examination
@@ -63,14 +64,21 @@ class Verdict:
         """Return True if other passes of this structure need no check at all."""
         return not (self.plan or self.routes or self.zeros_version is not None)
 
-    def holds(self, tensors: Callable[[], list[Tensor]], routes: Callable[[], list[Any]]) -> bool:
+    def has_expired(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if another pass needs a new verdict, since a gradient may not be zero now."""
+        if self.zeros_version is None:
+            return False
+        version = total_version([tensors[place] for place in self.version_of])
+        return self.patience <= (self.has_dropped_branch or version != self.zeros_version)
+
+    def holds(self, tensors: Sequence[Tensor], routes: Callable[[], list[Any]]) -> bool:
         """Return True if this verdict holds for another pass, whose batch chose `routes`. Count
-        `patience` down, for zero weights only where weights have changed."""
+        `patience` down, for zero weights only where these have changed."""
+        if self.has_expired(tensors):
+            return False
         if self.zeros_version is not None:
-            version = total_version(tensors())
+            version = total_version([tensors[place] for place in self.version_of])
             self.patience -= self.has_dropped_branch or version != self.zeros_version
-            if self.patience <= 0:
-                return False
             self.zeros_version = version
         return not self.routes or same_routes(self.routes, routes())
 
