@@ -20,9 +20,7 @@ ARCHITECTURES = ("80", "90a")
 SOURCES = sorted(build.KERNELS.glob("*.cu"))
 # As torch compiles extensions, without half operators; and everything that is doubtful is an error.
 FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "--expt-relaxed-constexpr",
+    *("-std=c++17", "-O3", "--expt-relaxed-constexpr"),
     *(f"-D__CUDA_NO_{what}__" for what in ("HALF_OPERATORS", "HALF_CONVERSIONS")),
     *(f"-D__CUDA_NO_{what}__" for what in ("BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")),
     *("-Werror", "all-warnings"),

@@ -8,18 +8,10 @@ from attach_models import Model
 from torch import nn
 
 N, T, I, H = 4, 5, 3, 6
-KINDS = {
-    "lstm": nn.LSTM,
-    "gru": nn.GRU,
-    "rnn": nn.RNN,
-    "rnn relu": lambda *args, **more: nn.RNN(*args, nonlinearity="relu", **more),
-}
-CELLS = {
-    "lstm": nn.LSTMCell,
-    "gru": nn.GRUCell,
-    "rnn": nn.RNNCell,
-    "rnn relu": lambda *args: nn.RNNCell(*args, nonlinearity="relu"),
-}
+KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN,
+         "rnn relu": lambda *args, **more: nn.RNN(*args, nonlinearity="relu", **more)}  # fmt: skip
+CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn": nn.RNNCell,
+         "rnn relu": lambda *args: nn.RNNCell(*args, nonlinearity="relu")}  # fmt: skip
 OPTIONS = {
     "plain": {},
     "batch first": {"batch_first": True},

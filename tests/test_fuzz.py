@@ -36,12 +36,9 @@ def conv2d(rng):
     k, s, p, d = ([rng.choice((1, 2, 3)) for _ in range(2)] for _ in range(4))
     size = [d[j] * (k[j] - 1) + 1 + rng.choice((0, 1, 4)) for j in range(2)]
     output = [(size[j] + 2 * p[j] - d[j] * (k[j] - 1) - 1) // s[j] + 1 for j in range(2)]
-    return {
-        "input": torch.ones(n, c * groups, *size),
-        "grad_output": torch.ones(n, o * groups, *output),
-        **dict(zip(GEOMETRY, map(tuple, (k, s, p, d)), strict=True)),
-        "groups": groups,
-    }
+    geometry = dict(zip(GEOMETRY, map(tuple, (k, s, p, d)), strict=True))
+    operands = torch.ones(n, c * groups, *size), torch.ones(n, o * groups, *output)
+    return dict(zip(("input", "grad_output"), operands, strict=True), **geometry, groups=groups)
 
 
 def embedding(rng):
@@ -64,14 +61,8 @@ def elementwise(rng):
     x, statistic = torch.ones(n, t, g, k), torch.ones(shape)
     flags = {name: rng.random() < 0.5 for name in ("centred", "over_positions")}
     of_layer = {"mean": rng.choice((None, statistic)), "rstd": statistic, "frozen": False}
-    return {
-        "input": x,
-        "grad_output": x,
-        "weight": x.new_ones(g, k),
-        "eps": 1e-5,
-        **of_layer,
-        **flags,
-    }
+    tensors = {"input": x, "grad_output": x, "weight": x.new_ones(g, k)}
+    return {**tensors, **of_layer, **flags, "eps": 1e-5}
 
 
 VALID = {  # by what an operator's name begins with; else a Linear's
@@ -96,9 +87,8 @@ def _reshaped(x, rng):
     shape, where = list(x.shape), rng.randrange(x.dim())
     size = shape[where]
     now = rng.choice(([size + rng.choice((1, 2, 17))], [0], [], [rng.choice((1, 2)), size], None))
-    return (
-        torch.ones(()) if now is None else x.new_ones([*shape[:where], *now, *shape[where + 1 :]])
-    )
+    shape[where : where + 1] = now or []
+    return torch.ones(()) if now is None else x.new_ones(shape)
 
 
 def _huge(x, rng):

@@ -8,15 +8,7 @@ import copy
 import pytest
 import torch
 from attach_modes import ANY, title
-from attach_oracle import (
-    as_dtype,
-    check,
-    close,
-    close_named,
-    joined,
-    loop,
-    loop_model,
-)
+from attach_oracle import as_dtype, check, close, close_named, joined, loop, loop_model
 from attach_steps import exact_or_refused, exact_step
 from model_zoo import ROUNDED, ROWS, sample_losses
 from test_attach_modules import under_its_masks

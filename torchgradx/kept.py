@@ -1,14 +1,16 @@
-"""Keep what a call must leave as it was: a model's attributes and buffers, random generators."""
+"""Keep what a call must leave as it was: a model's attributes and buffers, random generators; and
+detect writes into tensors that we keep while others may write into them.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -45,3 +47,14 @@ def model_kept(model: nn.Module, evaluates: bool = False) -> Iterator[None]:
             for buffer, value in values:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+class Versions:
+    """Version counters of some tensors; inference tensors have none and are left out."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
+
+    def are_current(self) -> bool:
+        """Return True if no tensor was written into since."""
+        return all(t._version == version for t, version in self._versions)

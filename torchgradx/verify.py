@@ -151,9 +151,18 @@ def _norms_of_loop(
     _mend(twin)
     parameters = dict(twin.named_parameters())
     live = [parameters[name] for name in norms]
-    data = twin, live, loss_fn, inputs, targets, n
-    by_rows = options.get("sample_ids") is not None  # then no sample can be cut out
-    loop = _loop_by_rows(*data, options, loss_reduction) if by_rows else _loop(*data, options)
+
+    @torch.enable_grad()
+    def one_by_one() -> LoopGradients:
+        for sample in range(n):
+            twin.zero_grad()
+            one = one_sample(inputs, sample, n, options["batch_dim"])
+            loss_fn(call(twin, one), one_sample(targets, sample, n, 0)).backward()
+            yield [p.grad for p in live]  # reentrant checkpoints allow no grad()
+
+    loop = one_by_one()
+    if options.get("sample_ids") is not None:  # then no sample can be cut out
+        loop = _loop_by_rows(twin, live, loss_fn, inputs, targets, n, options, loss_reduction)
     found = {name: p.new_zeros(n, dtype=torch.float64) for name, p in zip(norms, live, strict=True)}
     for sample, gradients in enumerate(loop):
         for norm, gradient in zip(found.values(), gradients, strict=True):
@@ -175,25 +184,6 @@ def _mend(model: nn.Module) -> None:
             module.register_forward_hook(lay_out)
 
 
-@torch.enable_grad()
-def _loop(
-    model: nn.Module,
-    live: Sequence[Tensor],
-    loss_fn: Loss,
-    inputs: Any,
-    targets: Any,
-    n: int,
-    options: Mapping[str, Any],
-) -> LoopGradients:
-    """Yield gradients of one sample at a time."""
-    for sample in range(n):
-        model.zero_grad()
-        one = one_sample(inputs, sample, n, options["batch_dim"])
-        loss = loss_fn(call(model, one), one_sample(targets, sample, n, 0))
-        loss.backward()  # reentrant checkpoints allow no grad()
-        yield [p.grad for p in live]
-
-
 def _loop_by_rows(
     model: nn.Module,
     live: Sequence[Tensor],
@@ -204,7 +194,7 @@ def _loop_by_rows(
     options: Mapping[str, Any],
     loss_reduction: str,
 ) -> LoopGradients:
-    """Yield them where no sample can be cut out: pull back its rows of the outputs' gradient."""
+    """Yield gradients by sample where none can be cut out: pull back its rows of the outputs'."""
     args, kwargs = arguments_of(inputs)
     ids, scale = options["sample_ids"](args, kwargs), options.get("loss_scale", 1.0)
     if callable(scale):

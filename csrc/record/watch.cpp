@@ -30,10 +30,8 @@ bool has_storage(const Tensor& t) {
 }
 
 void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
-  if (value.isTensor())
+  if (value.isTensor() && value.toTensor().defined())
     found.push_back(value.toTensor());
-  else if (value.isTensorList())
-    for (const Tensor& t : value.toTensorVector()) found.push_back(t);
   else if (value.isList())
     for (const c10::IValue& part : value.toListRef()) tensors_in(part, found);
   else if (value.isTuple())
@@ -42,8 +40,7 @@ void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
 
 // Of an operator, which is observed around all that it calls.
 struct Operation : at::ObserverContext {
-  bool constant = true, pointwise = false, picks = false, of_sizes = false;
-  bool counted = false;                    // its outputs are, see Known
+  bool constant = true, pointwise = false, picks = false, counted = false, of_sizes = false;
   bool of_python = false;                  // torch.tensor(list): nobody knows of what data
   std::vector<std::vector<int64_t>> like;  // sizes of its operands that stand as an argument does
   std::vector<Tensor> written;
@@ -67,20 +64,16 @@ class Watch {
     if (!handle_) return;
     at::removeCallback(*handle_);
     handle_.reset();
-    for (Watch** at = &watching; *at; at = &(*at)->before_)
-      if (*at == this) {
-        *at = before_;
-        break;
-      }
+    Watch** at = &watching;
+    while (*at && *at != this) at = &(*at)->before_;
+    if (*at) *at = before_;
     known_.clear();
   }
 
   bool is_constant(const Tensor& t) const {
-    if (!has_storage(t)) return false;
-    const auto found = known_.find(t.storage().unsafeGetStorageImpl());
-    if (found != known_.end()) return found->second.constant;
+    if (const Known* found = known(t)) return found->constant;
     // A number that Python made; and parameters that fully_shard brings together.
-    return t.dim() == 0 || (t.requires_grad() && t.is_leaf());
+    return has_storage(t) && (t.dim() == 0 || (t.requires_grad() && t.is_leaf()));
   }
   // Whether it has the samples where an argument has them: a view of one along its other dimensions, or made of such
   // element by element.
@@ -101,20 +94,15 @@ class Watch {
     known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, apart, counted});
   }
   bool consumed(const py::object& node, uint32_t number) const {
-    using torch::autograd::THPCppFunction;
     if (!py::hasattr(node, "_input_metadata") || !torch::autograd::THPCppFunction_Check(node.ptr())) return false;
-    const Node* of = &*reinterpret_cast<THPCppFunction*>(node.ptr())->cdata;
+    const Node* of = &*reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
     const auto found = bits_.find({of, number});
     return found != bits_.end() && found->second;
   }
   bool picks = false;  // how many rows of data there are was up to data, as of x[mask]
-
-  static Watch* current() {
-    return watching;
-  }
+  static thread_local Watch* watching;
 
  private:
-  static thread_local Watch* watching;
   Watch* before_ = nullptr;
   std::optional<at::CallbackHandle> handle_;
   const int64_t n_, batch_dim_;
@@ -160,14 +148,11 @@ class Watch {
       operation->pointwise = handle->hasTag(at::Tag::pointwise);
       const std::string& name = handle->schema().name();
       const auto is = [&](const char* start) { return name.rfind(start, 0) == 0; };
-      // x[places] has as many rows as there are places, if these are numbers and no mask.
-      const auto masks = [](const Tensor& t) {
-        return t.defined() && isIntegralType(t.scalar_type(), true) && t.element_size() == 1;
-      };
-      operation->counted = handle->hasTag(at::Tag::dynamic_output_shape) &&
-                           (!is("aten::index") || std::any_of(operands.begin() + 1, operands.end(), masks));
-      // Places alone are no rows, and what has a gradient is in the graph (routes.py).
-      operation->picks = handle->hasTag(at::Tag::dynamic_output_shape) && !is("aten::nonzero");
+      // x[places] has as many rows as there are places, if these are no mask. Places alone are no rows.
+      const auto masks = [](const Tensor& t) { return t.scalar_type() == at::kBool || t.scalar_type() == at::kByte; };
+      const bool dynamic = handle->hasTag(at::Tag::dynamic_output_shape);
+      operation->counted = dynamic && (!is("aten::index") || std::any_of(operands.begin() + 1, operands.end(), masks));
+      operation->picks = dynamic && !is("aten::nonzero");
       const bool likes = name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0;
       const bool drawn = name == "aten::bernoulli" && handle->schema().overload_name() == "p";
       operation->of_sizes = likes || drawn || is("aten::new_");
@@ -178,12 +163,11 @@ class Watch {
           tensors_in(function.inputs()[k], operation->written);
     }
     for (const Tensor& t : operands) {
-      if (!t.defined()) continue;
       const bool constant = self->is_constant(t);
       const Known* found = self->known(t);
       operation->constant = operation->constant && constant;
       operation->counted = operation->counted || (found && found->counted);
-      operation->picks = operation->picks && !t.requires_grad();
+      operation->picks = operation->picks && !t.requires_grad();  // else the graph shows it (routes.py)
       self->consume(t, constant);
       if (t.is_view())
         self->consume(Tensor(t._base()), constant);  // of one that was written into, the graph has the base
@@ -208,10 +192,9 @@ class Watch {
     for (const c10::IValue& value : function.outputs()) tensors_in(value, made);
     if (!operation->constant)
       for (const Tensor& t : operation->written) self->mark(t, false);
-    const auto& like = operation->like;
     for (const Tensor& t : made) {
       if (!has_storage(t)) continue;
-      const bool alike = std::find(like.begin(), like.end(), t.sizes().vec()) != like.end();
+      const bool alike = std::count(operation->like.begin(), operation->like.end(), t.sizes().vec());
       const bool constant = (operation->constant && !(operation->of_python && t.dim() > 0)) || operation->of_sizes;
       const int64_t apart = alike ? self->apart(t, self->batch_dim_) : self->known_apart(t);
       self->mark(t, constant, apart, operation->counted);
@@ -235,7 +218,7 @@ void bind_watch(py::module_& m) {
 }
 
 bool watching() {
-  return Watch::current() != nullptr;
+  return Watch::watching != nullptr;
 }
 
 }  // namespace torchgradx

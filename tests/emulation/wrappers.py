@@ -180,8 +180,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "mma_m16n8k8_tf32-integers": lambda: _mma_tf32("integers"),
     "mma_m16n8k8_tf32-gaussians": lambda: _mma_tf32("gaussians"),
     "to_tf32": lambda: _conversion("to_tf32", "tf32"),
-    "narrow_bfloat16": lambda: _conversion("narrow_bfloat16", "bfloat16"),
-    "narrow_float16": lambda: _conversion("narrow_float16", "float16"),
+    **{f"narrow_{t}": lambda t=t: _conversion(f"narrow_{t}", t) for t in ("bfloat16", "float16")},
     "warp_sum": _warp_sum,
     "block_sum": _block_sum,
 }

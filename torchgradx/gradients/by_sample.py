@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..extension import NATIVE, Pass, Recorder
-from ..hooks.versions import Versions
+from ..kept import Versions
 from ..reference import chunks
 from ..reference.chunks import accumulation_dtype
 
@@ -151,7 +151,7 @@ class BySample:
 
     @property
     def intact(self) -> bool:
-        return self._versions.stand()
+        return self._versions.are_current()
 
     def weighted(self, factors: Tensor, places: Sequence[int]) -> list[Tensor]:
         return [weighted(self._grads, factors)]

@@ -49,8 +49,7 @@ LINKS = {CAST, *(f"{name}Backward0" for name in (
 ))}  # fmt: skip
 # Nodes with one operand, that multiply each element's gradient by a factor.
 POINTWISE = {f"{name}Backward{k}" for k in (0, 1) for name in (
-    "Abs", "Exp", "Gelu", "Log", "Neg", "Pow", "Relu", "Rsqrt", "Sigmoid", "Silu", "Softplus",
-    "Sqrt", "Tanh",
+    "Abs", "Exp", "Log", "Neg", "Pow", "Relu", "Sigmoid", "Silu", "Softplus", "Sqrt", "Tanh",
 )}  # fmt: skip
 # Nodes of rows @ b: the attribute with the saved rows, and the operand b.
 ROWS = {

@@ -62,7 +62,6 @@ class _Memory(NamedTuple):
     ref: StorageWeakRef  # keeps the address, which is our key, from being used again
     is_constant: bool
     stride: int  # elements from one sample to the next; 0: not known
-    has_data_size: bool  # True: the values of data decided its size
 
 
 class WatchMode(TorchDispatchMode):
@@ -111,21 +110,10 @@ class WatchMode(TorchDispatchMode):
         stride = self._known_stride(t)
         return next((dim for dim in (0, 1) if stride > 0 and stride == self._stride(t, dim)), -1)
 
-    def _has_samples_in_place(self, t: Tensor) -> bool:
-        """Return True if `batch_dim` holds the samples: a view, or computed elementwise."""
-        return 0 < self._known_stride(t) == self._stride(t, self._batch_dim)
-
-    def _memory(self, t: Tensor) -> _Memory | None:
-        storage = _storage_of(t)
-        return None if storage is None else self._memories.get(storage._cdata)
-
     def _known_stride(self, t: Tensor) -> int:
-        memory = self._memory(t)
+        storage = _storage_of(t)
+        memory = None if storage is None else self._memories.get(storage._cdata)
         return 0 if memory is None else memory.stride
-
-    def _has_data_size(self, t: Tensor) -> bool:
-        memory = self._memory(t)
-        return memory is not None and memory.has_data_size
 
     def _stride(self, t: Tensor, d: int) -> int:
         """Return the elements from one sample to the next if dimension d has rows n*T+t, else 0."""
@@ -140,14 +128,14 @@ class WatchMode(TorchDispatchMode):
             return func(*args, **kwargs)
         operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         bits = [self.knows_constant(t) for t in operands]  # before the operator writes in place
-        sized = not all(bits) and (_is_sized_by_values(func, operands) or
-                                   any(map(self._has_data_size, operands)))  # fmt: skip
         for t, bit in zip(operands, bits, strict=True):
             for consumed in (t, t._base):  # after a write into a view the graph shows its base
                 if consumed is not None and consumed.grad_fn is not None:
                     key = consumed.grad_fn, consumed.output_nr
                     self._bits[key] = self._bits.get(key, True) and bit
-        in_place = [self._has_samples_in_place(t) for t in operands]
+        # `batch_dim` holds the samples: a view, or computed elementwise
+        strides = [(self._known_stride(t), self._stride(t, self._batch_dim)) for t in operands]
+        in_place = [0 < known == stride for known, stride in strides]
         tags = getattr(func, "tags", ())
         others = (bit for bit, ok in zip(bits, in_place, strict=True) if not ok)
         keeps = torch.Tag.pointwise in tags and all(others)  # samples stay in place
@@ -156,22 +144,22 @@ class WatchMode(TorchDispatchMode):
             out = func(*args, **kwargs)
         constant = all(bits)
         if not constant:
-            if sized and torch.Tag.dynamic_output_shape in tags:
-                self.picks = self.picks or _picks_rows(func, operands)
+            if torch.Tag.dynamic_output_shape in tags and "nonzero" not in func._schema.name:
+                # It takes rows of data. Where a gradient flows, the graph shows it.
+                self.picks = self.picks or not any(t.requires_grad for t in operands)
             for t in _written(func, args, kwargs):
                 self._mark(t, False)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 alike = not t.is_nested and t.shape in shapes
                 stride = self._stride(t, self._batch_dim) if alike else self._known_stride(t)
-                self._mark(t, constant or _reads_sizes_only(func), stride, sized)
+                self._mark(t, constant or _reads_sizes_only(func), stride)
         return out
 
-    def _mark(self, t: Tensor, constant: bool, stride: int = 0, sized: bool = False) -> None:
+    def _mark(self, t: Tensor, constant: bool, stride: int = 0) -> None:
         storage = _storage_of(t)
         if storage is not None:
-            memory = _Memory(StorageWeakRef(storage), constant, stride, sized)
-            self._memories[storage._cdata] = memory
+            self._memories[storage._cdata] = _Memory(StorageWeakRef(storage), constant, stride)
 
 
 def _storage_of(t: Tensor) -> torch.UntypedStorage | None:
@@ -188,20 +176,6 @@ def _reads_sizes_only(func: Any) -> bool:
     if name == "bernoulli":
         return bool(schema.overload_name == "p")
     return name.endswith("_like") or name.startswith("new_")
-
-
-def _is_sized_by_values(func: Any, operands: Sequence[Tensor]) -> bool:
-    """Return True if an operator's values decide the size of its output, unlike in x[places]."""
-    if torch.Tag.dynamic_output_shape not in getattr(func, "tags", ()):
-        return False
-    masks = any(t.dtype in (torch.bool, torch.uint8) for t in operands[1:])
-    return masks or func._schema.name != "aten::index"
-
-
-def _picks_rows(func: Any, operands: Sequence[Tensor]) -> bool:
-    """Return True if an operator takes rows of data. Where a gradient flows, the graph shows it."""
-    name = func._schema.name.removeprefix("aten::")
-    return not name.startswith("nonzero") and not any(t.requires_grad for t in operands)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

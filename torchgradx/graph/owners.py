@@ -56,7 +56,8 @@ def owners_below(
     for node in nodes_in_order(outputs):
         name = node.name()
         if name.startswith("ScaledDotProduct"):
-            mask = mask_of(node)
+            saved = (saved_value(node, key) for key in ("attn_mask", "attn_bias"))
+            mask = next((mask for mask in saved if mask is not None), None)
             name = f"{name} {mask is not None}"
             masks = masks or ([] if mask is None else [mask])
         names.add(name)
@@ -105,12 +106,6 @@ def saved_value(node: Node, key: str) -> Any:
     if any(getattr(t, "unpack_hook", None) is not None for t in tensors):
         return None
     return getattr(node, f"_saved_{key}", None)
-
-
-def mask_of(node: Node) -> Tensor | None:
-    """Return the mask of a node of scaled dot-product attention."""
-    masks = (saved_value(node, key) for key in ("attn_mask", "attn_bias"))
-    return next((mask for mask in masks if mask is not None), None)
 
 
 def mask_joins(mask: Tensor, owners: Tensor, n: int) -> Tensor | None:
@@ -302,9 +297,9 @@ class _Walk:
             return
         index, size, dims, flags = selection
         if dims < 0:
-            rows = made[: max(0, _dims(made, len(out.owners)))]
-            padded = [*rows[:dim], *[1] * len(rows[dim:])]
-            yield out if len(rows) <= dim else self._reduce(out, rows, padded)
+            lead = made[: max(0, _dims(made, len(out.owners)))]
+            padded = [*lead[:dim], *[1] * len(lead[dim:])]
+            yield out if len(lead) <= dim else self._reduce(out, lead, padded)
         elif writes:
             owners = owners_by(out, made, made[: _dims(made, size)])
             if owners is not None and len(owners) == size and len(index) in _counts(shape):

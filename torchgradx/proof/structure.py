@@ -81,8 +81,13 @@ class Examiner:
 
     def verdict(self, forward: Forward) -> Verdict:
         """Examine a forward, and return the verdict on its structure."""
-        n, uses = forward.n, forward.uses
-        exam = self._start(forward)
+        n, uses, watch = forward.n, forward.uses, forward.trace.watch
+        is_constant = None if watch is None else watch.observer.is_constant
+        if is_constant is not None:
+            self._forwards.memory.note_constants(uses, is_constant)
+        known = self._forwards.memory.tables(uses) if n > 1 else ()
+        tables = {k for k in known if self._sites[uses[k][0]].declared < 0}
+        exam = _Exam(forward, *self._watched(forward), tables, is_constant)
         findings, plan, complete, ambiguous = self._find_layouts(exam)
         judged = [self._judge(exam, k, finding) for k, finding in enumerate(findings)]
         layouts = [one.layout for one in judged]
@@ -93,7 +98,6 @@ class Examiner:
         tensors, zero_weights = self._parameters.tensors(), self.zero_weights(n)
         has_zeros = n > 1 and bool(exam.zeros)
         version_of = range(len(tensors)) if has_zeros else zero_weights
-        version = total_version([tensors[place] for place in version_of])
         return Verdict(
             layouts,
             refusals,
@@ -102,19 +106,10 @@ class Examiner:
             sites=[site for site, *_ in uses],
             routes=self._routes(forward, exam.watched),
             sure=[one.sure for one in judged],
-            zeros_version=version if version_of else None,
+            zeros_version=total_version(tensors, version_of) if version_of else None,
             version_of=version_of,
             has_dropped_branch=has_zeros and not zero_weights,
         )
-
-    def _start(self, forward: Forward) -> _Exam:
-        uses, memory, watch = forward.uses, self._forwards.memory, forward.trace.watch
-        is_constant = None if watch is None else watch.observer.is_constant
-        if is_constant is not None:
-            memory.note_constants(uses, is_constant)
-        tables = memory.tables(uses) if forward.n > 1 else set()
-        tables = {k for k in tables if self._sites[uses[k][0]].declared < 0}
-        return _Exam(forward, *self._watched(forward), tables, is_constant)
 
     def _find_layouts(self, exam: _Exam) -> tuple[list[Finding], LiftPlan | None, bool, bool]:
         """Return (finding of each use, plan to lift tables, complete, ambiguous).
@@ -190,10 +185,8 @@ class Examiner:
         has the same routes: some choices cannot be seen."""
         n, memory = forward.n, self._forwards.memory
         routes = routes_of(forward.outputs, n, forward.trace.by_row)
-        tables = memory.tables(forward.uses) if memory.picks else ()
-        sized = (layout_from_sizes(use.leads, n) for k, use in enumerate(watched)
-                 if k not in tables)  # fmt: skip
-        cut = memory.picks and None in sized
+        unsized = {k for k, use in enumerate(watched) if layout_from_sizes(use.leads, n) is None}
+        cut = memory.picks and unsized - memory.tables(forward.uses)
         if n > 1 and (forward.trace.flat or cut or any(0 in use.leads for use in watched)):
             routes.append(None)
         return routes

@@ -7,7 +7,7 @@ again. A layout is a constant of graph/layout.py; a refusal is (site, cause), si
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot
 from typing import Any
@@ -64,12 +64,14 @@ class Verdict:
         """Return True if other passes of this structure need no check at all."""
         return not (self.plan or self.routes or self.zeros_version is not None)
 
+    def _count(self, tensors: Sequence[Tensor]) -> int:
+        """Return 1 if gradients that were zero may not be zero now, else 0."""
+        version = total_version(tensors, self.version_of)
+        return int(self.has_dropped_branch or version != self.zeros_version)
+
     def has_expired(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if another pass needs a new verdict, since a gradient may not be zero now."""
-        if self.zeros_version is None:
-            return False
-        version = total_version([tensors[place] for place in self.version_of])
-        return self.patience <= (self.has_dropped_branch or version != self.zeros_version)
+        """Return True if another pass needs a new verdict."""
+        return self.zeros_version is not None and self.patience <= self._count(tensors)
 
     def holds(self, tensors: Sequence[Tensor], routes: Callable[[], list[Any]]) -> bool:
         """Return True if this verdict holds for another pass, whose batch chose `routes`. Count
@@ -77,9 +79,8 @@ class Verdict:
         if self.has_expired(tensors):
             return False
         if self.zeros_version is not None:
-            version = total_version([tensors[place] for place in self.version_of])
-            self.patience -= self.has_dropped_branch or version != self.zeros_version
-            self.zeros_version = version
+            self.patience -= self._count(tensors)
+            self.zeros_version = total_version(tensors, self.version_of)
         return not self.routes or same_routes(self.routes, routes())
 
     def apply(self, run: Pass) -> None:
@@ -104,9 +105,9 @@ def calls_of(key: Any, uses: Sequence[Any]) -> Any:
     return called, *key[2:]  # less the structure and N, see Audit.key
 
 
-def total_version(tensors: Sequence[Tensor]) -> int:
-    """Return a number that grows whenever one of the tensors is written into."""
-    return sum(p._version for p in tensors)
+def total_version(tensors: Sequence[Tensor], places: Iterable[int]) -> int:
+    """Return a number that grows whenever a tensor at one of the places is written into."""
+    return sum(tensors[place]._version for place in places)
 
 
 def verdict_of_compiled(run: Pass) -> Verdict:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..hooks.engine import put_gate, will_execute
-from ..hooks.versions import Versions
+from ..kept import Versions
 
 KeptTerm = tuple[int, Tensor | None, Tensor, Any]  # (site or -1, activations, grads, segments)
 Slot = tuple[int, Tensor]  # a parameter's place, and the tensor that is there now
@@ -360,7 +360,7 @@ class Pass:
     def changed(self) -> list[int]:
         """Return parameters with operands that were written into."""
         items = list(self._terms.items())
-        return [place for place, terms in items if not all(v.stand() for _, v in terms)]
+        return [place for place, terms in items if not all(v.are_current() for _, v in terms)]
 
     def terms(self, place: int) -> list[KeptTerm]:
         return [term for term, _ in self._terms.get(place, [])]

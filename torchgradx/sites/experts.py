@@ -39,7 +39,7 @@ OPERANDS: dict[str, dict[int, tuple[int, str]]] = {
 GROUPED, SINGLE = "GroupedMmBackward0", ("AddmmBackward0", "MmBackward0")
 # Nodes that keep each row where it is.
 KEEPS_ROWS = LINKS | POINTWISE | {f"{name}Backward0" for name in (
-    "Add", "ClampMax", "ClampMin", "Div", "Expand", "Mul", "Sub",
+    "Add", "ClampMax", "ClampMin", "Div", "Expand", "Gelu", "Mul", "Sub",
 )} | {"ClampBackward1", "SqueezeBackward1"}  # fmt: skip
 # Nodes that work along one dimension.
 ALONG = {"CatBackward0", "SelectBackward0", "SliceBackward0", "SoftmaxBackward0", "SplitBackward0",

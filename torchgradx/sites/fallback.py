@@ -27,7 +27,7 @@ from ..gradients.outer import LookedUp, Outer
 from ..graph.arguments import tensors_in
 from ..graph.layout import BATCH, SEGMENTS, SEQUENCE
 from ..graph.nodes import nodes_below
-from ..hooks.versions import Versions
+from ..kept import Versions
 from ..reference.chunks import accumulation_dtype, chunks
 from ..refusals import RefusedError, cause
 from .packed import as_rows
@@ -224,7 +224,7 @@ class ClipCall:
     @property
     def intact(self) -> bool:
         """Return True if nothing was written into what it keeps."""
-        return self._versions.stand()
+        return self._versions.are_current()
 
     def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
         """Return sums over samples, each times its factor [N], for the parameters at `places`."""
