@@ -16,7 +16,7 @@ CXX_CODE := $(shell find csrc tests/emulation -name '*.cpp' -o -name '*.h' -o -n
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo wheel docs test test-all bench zoo calibrate gpu lint format sanitize mutants clean
+.PHONY: help demo wheel docs test test-all bench zoo corpus calibrate gpu lint format sanitize mutants clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -43,6 +43,9 @@ bench: $(DONE)/bench  ## build, then time it against the plain step and the riva
 
 zoo: $(DONE)/bench  ## the real models alone: of transformers, peft and timm (pip install .[zoo])
 	$(BIN)/python -W ignore benchmarks/zoo.py
+
+corpus: $(DONE)/bench  ## every model class of transformers and timm, tiny: are its norms exact? (pip install .[zoo])
+	$(BIN)/python -W ignore benchmarks/corpus.py
 
 calibrate: $(DONE)/bench  ## fit the cost model's constants to this machine; WRITE=1 puts them into it
 	$(BIN)/python benchmarks/calibrate.py $(if $(WRITE),--write)

@@ -13,15 +13,12 @@ GPU_COLUMNS = ("deferred clip", "Opacus hooks", "Opacus ghost", "Opacus ghost, c
 
 def on_page_markdown(markdown, **kwargs):
     """A line `{{ benchmarks cpu.json }}` becomes the tables of that file, `{{ gpu models.json }}`
-    the one of a GPU's, `{{ zoo zoo.json }}` that of real models."""
+    the one of a GPU's, `{{ zoo zoo.json }}` and `{{ corpus corpus.json }}` those of real models."""
+    makers = {"benchmarks": tables, "gpu": gpu_table, "zoo": zoo_table, "corpus": corpus_table}
     lines = []
     for line in markdown.splitlines():
         mark, kind, file, *_ = [*line.split(), "", "", ""]
-        made = (
-            {"benchmarks": tables, "gpu": gpu_table, "zoo": zoo_table}.get(kind)
-            if mark == "{{"
-            else None
-        )
+        made = makers.get(kind) if mark == "{{" else None
         lines.append(made(json.loads((RESULTS / file).read_text())) if made else line)
     return "\n".join(lines)
 
@@ -158,6 +155,16 @@ def zoo_table(result):
         median, first, peak = row["ratio"]["median"], row["first_step"], row["peak"]
         text += [f"| {row['model']} | {median:.2f} | {first:.1f} | {peak:.2f} | {best(row)} "
                  f"| {row['layers']} |"]  # fmt: skip
+    return "\n".join(text)
+
+
+def corpus_table(result):
+    text = [f"Commit {result['commit'][:10]}, torch {result['torch']}."]
+    text += ["", "| models | exact | refused | wrong | left out |", "|---|---:|---:|---:|---:|"]
+    for task, counts in result["counts"].items():
+        numbers = (counts.get(verdict, 0) for verdict in ("exact", "refused", "wrong", "left out"))
+        name = task if task == "timm" else f"transformers, {task.replace('_', ' ').lower()}"
+        text += [f"| {name} | {' | '.join(map(str, numbers))} |"]
     return "\n".join(text)
 
 
