@@ -30,11 +30,10 @@ OPT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "ffn
        "num_attention_heads": 4, "max_position_embeddings": 24}  # fmt: skip
 RELATIVE = BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"],
                    "position_biased_input": False, "max_relative_positions": 8}  # fmt: skip
-LATENT = GROUPED | {"head_dim": 8, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2,
-                    "index_head_dim": 8, "index_n_heads": 2, "qk_rope_head_dim": 4,
-                    "partial_rotary_factor": 0.5, "moe_intermediate_size": 16,
-                    "n_routed_experts": 4, "num_experts_per_tok": 2,
-                    "experts_implementation": "eager", "use_cache": False}  # fmt: skip
+LATENT = GROUPED | {
+    "head_dim": 8, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "index_head_dim": 8,
+    "index_n_heads": 2, "partial_rotary_factor": 0.5, "moe_intermediate_size": 16,
+    "n_routed_experts": 4, "experts_implementation": "eager", "use_cache": False}  # fmt: skip
 IMAGE = {"image_size": 16, "num_channels": 3}
 
 
@@ -131,8 +130,6 @@ ROWS = [
         ("attention_dropout",), samples=(4, 2)),
     Row("qwen3", "next", "Qwen3ForCausalLM", EIGHT, ("attention_dropout",),
         samples=(4, 2)),
-    Row("qwen2, tied", "next", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": True},
-        ("attention_dropout",), samples=(4, 2)),
     Row("bert", "token", "BertForMaskedLM", BERT, DROPOUT,
         tables=("bert.embeddings.position_embeddings.weight",)),
     Row("roberta", "token", "RobertaForMaskedLM", BERT, DROPOUT),

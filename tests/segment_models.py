@@ -263,9 +263,11 @@ class Experts(nn.Module):
         h = self.ln(h)
         f = h.flatten(0, 1)
         weight, top = self.router(f).softmax(-1).topk(2, -1)
-        y = torch.zeros_like(f)
+        y, q = torch.zeros_like(f), f.new_zeros(2 * len(f), 8)
         for k, expert in enumerate(self.experts):
             rows, slot = (top == k).nonzero(as_tuple=True)
+            if self.way == "heads" and len(rows):
+                q = q.index_add(0, 2 * rows + slot, expert(f[rows]))
             if self.way in ("index_add", "positions") and len(rows):
                 y = y.index_add(0, rows, expert(f[rows]) * weight[rows, slot, None])
             elif self.way == "by choice" and len(rows):
@@ -279,4 +281,7 @@ class Experts(nn.Module):
                 out = torch.zeros_like(f)
                 out[mask] = expert(f[mask])
                 y = y + out * torch.where(top == k, weight, 0).sum(-1, keepdim=True)
-        return self.head(h + y.view_as(h))
+        if self.way == "heads":  # as JetMoE's: each choice makes two heads
+            q = q.view(*h.shape[:2], 4, 4).transpose(1, 2)
+            y = (q @ q.mT).softmax(-1).matmul(q).transpose(1, 2).unflatten(2, (2, 2)).sum(2)
+        return self.head(h + y.reshape(h.shape))

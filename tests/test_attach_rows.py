@@ -126,11 +126,11 @@ def test_batches_of_equal_sizes_that_choose_otherwise_are_exact_or_refused(
 
 
 @a_few_modes
-@pytest.mark.parametrize("pick", [lambda x, m: x[m], lambda x, m: x.flatten(0, 1)[places(m)]],
-                         ids=["a mask", "places"])  # fmt: skip
-def test_data_that_are_unpadded_before_the_first_layer_are_looked_at_anew(pick, options):
+@pytest.mark.parametrize("masked", [False, True])
+def test_data_that_are_unpadded_before_the_first_layer_are_looked_at_anew(masked, options):
     def forward(model, x, m):
-        return model.o(owned(m.sum(1)) @ torch.tanh(model.b(pick(x, m))))
+        picked = x[m] if masked else x.flatten(0, 1)[places(m)]
+        return model.o(owned(m.sum(1)) @ torch.tanh(model.b(picked)))
 
     model = Model(forward, b=nn.Linear(3, 3), o=nn.Linear(3, 2)).double()
     with torchgradx.attach(model, **options) as probe:
@@ -207,7 +207,7 @@ any_mode = each_of(ANY)
 
 
 @any_mode
-@pytest.mark.parametrize("way", ["index_add", "put", "mask", "positions", "by choice"])
+@pytest.mark.parametrize("way", ["index_add", "put", "mask", "positions", "by choice", "heads"])
 def test_experts_that_are_given_the_rows_of_their_tokens(way, options):
     batches = [torch.randint(0, WORDS, shape) for shape in SHAPES]
     next_words = lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.flatten())  # noqa: E731

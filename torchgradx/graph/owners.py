@@ -154,8 +154,8 @@ class _Walk:
     def _merge(self, edge: Edge, shape: Sizes, new: Owned) -> None:
         """Note the owners of an edge; where another path found some already, both must agree."""
         old = self.found.get(edge)
+        flags = tuple(dict.fromkeys((*(old.flags if old else ()), *new.flags)))
         if old is None or old.owners is new.owners:
-            flags = new.flags if old is None else tuple(dict.fromkeys((*old.flags, *new.flags)))
             self.found[edge] = Owned(new.owners, new.path if old is None else old.path, flags)
             return
         longest = max(len(old.owners), len(new.owners))
@@ -164,7 +164,7 @@ class _Walk:
         if a is None or b is None:
             return
         flag = ((a != b) & (a != self._n) & (b != self._n)).any()
-        self.found[edge] = Owned(torch.minimum(a, b), old.path, (*old.flags, *new.flags, flag))
+        self.found[edge] = Owned(torch.minimum(a, b), old.path, (*flags, flag))
 
     # Rules. Each yields the owners of an operand [*shape] from those of the node's outputs.
 
@@ -187,7 +187,7 @@ class _Walk:
                 if rows is not None:
                     yield Owned(rows, out.path, out.flags)
                 elif dims > 1 and length // made[dims - 1] in _counts(shape):
-                    yield self._reduce(out, made[:dims], [*made[: dims - 1], 1])
+                    yield self._coarsen(out, made, dims - 1)
 
     def _reduce(self, out: Owned, rows: Sizes, padded: Sizes) -> Owned:
         """Return the owners of a broadcast operand [*padded]: all rows that it is broadcast to must
@@ -199,6 +199,12 @@ class _Walk:
                 flags = (*flags, ((owners != least) & (owners != self._n)).any())
                 owners = least
         return Owned(owners.flatten(), out.path, flags)
+
+    def _coarsen(self, out: Owned, made: Sizes, kept: int) -> Owned:
+        """Return the owners of the rows made[:kept], where they are known of finer ones."""
+        rows = made[: max(0, _dims(made, len(out.owners)))]
+        padded = [*rows[:kept], *[1] * len(rows[kept:])]
+        return self._reduce(out, rows, padded) if 0 <= kept < len(rows) else out
 
     def _on_rows(self, out: Owned, made: Sizes, dim: int) -> Tensor | None:
         """Return owners [*made[:k]] with dim < k; None if `dim` has features, not rows, so that
@@ -221,13 +227,13 @@ class _Walk:
                 a, b = (_saved_dim(node, shape, key) for key in ("dim0", "dim1"))
                 order[a], order[b] = b, a
             made = [shape[d] for d in order]
-            dims = _dims(made, len(out.owners))
-            if dims < 0 or sorted(order[:dims]) != list(range(dims)):
-                continue
-            inverse = [order[:dims].index(d) for d in range(dims)]
-            if inverse == list(range(dims)):
+            known = _dims(made, len(out.owners))
+            closed = (k for k in range(known, 0, -1) if max(order[:k]) < k)
+            dims = next(closed, 0 if known == 0 else -1)
+            out, inverse = self._coarsen(out, made, dims), [order.index(d) for d in range(dims)]
+            if dims >= 0 and inverse == list(range(dims)):
                 yield out
-            else:
+            elif dims > 0:
                 owners = out.owners.view(made[:dims]).permute(inverse).flatten()
                 yield Owned(owners, out.path, out.flags)
 
@@ -296,20 +302,19 @@ class _Walk:
         if selection is None:
             return
         index, size, dims, flags = selection
+        kept = dim if dims < 0 else _dims(made, size) if writes else dims
+        out = self._coarsen(out, made, kept)
+        owners = None if dims < 0 else owners_by(out, made, made[:kept])
         if dims < 0:
-            lead = made[: max(0, _dims(made, len(out.owners)))]
-            padded = [*lead[:dim], *[1] * len(lead[dim:])]
-            yield out if len(lead) <= dim else self._reduce(out, lead, padded)
-        elif writes:
-            owners = owners_by(out, made, made[: _dims(made, size)])
-            if owners is not None and len(owners) == size and len(index) in _counts(shape):
-                yield Owned(owners[index], out.path, (*out.flags, *flags))
-        else:
-            owners = owners_by(out, made, made[:dims])
-            if owners is not None and len(owners) == len(index):
-                rows = owners.new_full([size], self._n).scatter_reduce_(0, index, owners, "amin")
-                mixes = ((rows[index] != owners) & (owners != self._n)).any()
-                yield Owned(rows, out.path, (*out.flags, *flags, mixes))
+            yield out
+        elif owners is None or len(owners) != (size if writes else len(index)):
+            return
+        elif not writes:
+            least = owners.new_full([size], self._n).scatter_reduce_(0, index, owners, "amin")
+            mixes = ((least[index] != owners) & (owners != self._n)).any()
+            yield Owned(least, out.path, (*out.flags, *flags, mixes))
+        elif len(index) in _counts(shape):
+            yield Owned(owners[index], out.path, (*out.flags, *flags))
 
 
 def _saved_dim(node: Node, shape: Sizes, key: str = "dim") -> int:

@@ -59,8 +59,7 @@ class Inputs:
 
     def are_joined_by(self, masks: Sequence[Tensor]) -> bool:
         """Return True if a mask lets rows [B, T] attend to those of another sample."""
-        if len(self.grid) != 2:
-            return False
+        masks = masks if len(self.grid) == 2 else ()
         joins = (mask_joins(mask, self.owners.view(self.grid), self.n) for mask in masks)
         return any(_read([joined for joined in joins if joined is not None]))
 
@@ -301,11 +300,7 @@ class SegmentExaminer:
         def place_of(owners: Tensor) -> int:
             """Return the place of the segments with these owners; many layers have the same."""
             if id(owners) not in places:
-                same = (
-                    j
-                    for j, one in enumerate(segments)
-                    if one.owners.shape == owners.shape and torch.equal(one.owners, owners)
-                )
+                same = (j for j, one in enumerate(segments) if torch.equal(one.owners, owners))
                 places[id(owners)] = next(same, len(segments))
                 if places[id(owners)] == len(segments):
                     segments.append(segments_from(owners, forward.n))
