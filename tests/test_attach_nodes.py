@@ -83,20 +83,21 @@ MODELS = {
 
 
 @a_few_modes
-@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("moves", ["", "plain", "fused"])  # a fused step moves no version
 @pytest.mark.parametrize("name", MODELS)
 def test_branches_that_begin_as_zeros(name, moves, options):
     model, x = MODELS[name]()
     model, x = model.double(), x.double()
     probe = torchgradx.attach(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=moves == "fused")
     for _ in range(4):
         twin = copy.deepcopy(model)
         exact_step(probe, model, x)
         square(twin, x).backward()
-        if moves:
-            with torch.no_grad():
-                for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-                    p.add_(q.grad, alpha=-0.1)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = q.grad if moves else None
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def written(m, x):

@@ -89,18 +89,17 @@ def test_language_models(make, backwards):
 
 
 def words(m, ids):
-    """As transformers' models: a warning of padding, positions, the frozen zeros of a mixture."""
+    """As transformers' models: a warning of padding without a mask, and positions."""
     assert (ids[:, [-1, 0]] != 0).all()
     h = m.words(ids)
     h = h + m.places(torch.arange(ids.shape[1])[None]).expand_as(h)
-    h = m.inner(h.flatten(0, 1)).relu().view(h.shape) + m.correction
+    h = m.inner(h.flatten(0, 1)).relu().view(h.shape)
     return m.head(h)
 
 
 def test_other_batches_of_the_same_sizes_are_not_proven_anew(backwards):
     parts = {"words": nn.Embedding(61, 8), "places": nn.Embedding(16, 8), "inner": nn.Linear(8, 8)}
-    model = Model(words, **parts, correction=torch.zeros(8), head=nn.Linear(8, 61))
-    model.correction.requires_grad_(False)
+    model = Model(words, **parts, head=nn.Linear(8, 61))
     with torchgradx.attach(model) as probe:
         for step in range(3):
             backwards.clear()

@@ -13,13 +13,12 @@
 namespace torchgradx {
 namespace {
 
-// Of a tensor's memory, which views and in-place writes share: is it constant, how many elements are samples apart, 0
-// where that is not known, and did values of data decide its size. A weak reference keeps the address of what is gone.
+// Of a tensor's memory, which views and in-place writes share: is it constant, and how many elements are samples apart,
+// 0 where that is not known. A weak reference keeps the address of what is gone.
 struct Known {
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;
   bool constant;
   int64_t apart;
-  bool counted;
 };
 
 // Not of a tensor subclass, nor while a compiler traces with symbols: to ask those for their sizes runs Python.
@@ -30,8 +29,10 @@ bool has_storage(const Tensor& t) {
 }
 
 void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
-  if (value.isTensor() && value.toTensor().defined())
+  if (value.isTensor())
     found.push_back(value.toTensor());
+  else if (value.isTensorList())
+    for (const Tensor& t : value.toTensorVector()) found.push_back(t);
   else if (value.isList())
     for (const c10::IValue& part : value.toListRef()) tensors_in(part, found);
   else if (value.isTuple())
@@ -40,7 +41,7 @@ void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
 
 // Of an operator, which is observed around all that it calls.
 struct Operation : at::ObserverContext {
-  bool constant = true, pointwise = false, picks = false, counted = false, of_sizes = false;
+  bool constant = true, pointwise = false, picks = false, of_sizes = false;
   bool of_python = false;                  // torch.tensor(list): nobody knows of what data
   std::vector<std::vector<int64_t>> like;  // sizes of its operands that stand as an argument does
   std::vector<Tensor> written;
@@ -50,7 +51,7 @@ class Watch {
  public:
   Watch(const std::vector<Tensor>& constants, const std::vector<Tensor>& data, int64_t n, int64_t batch_dim)
       : n_(n), batch_dim_(batch_dim) {
-    for (const Tensor& t : constants) mark(t, true);
+    for (const Tensor& t : constants) mark(t, true, 0);
     for (const Tensor& t : data) mark(t, false, apart(t, batch_dim_));
     before_ = watching;
     watching = this;
@@ -71,9 +72,11 @@ class Watch {
   }
 
   bool is_constant(const Tensor& t) const {
-    if (const Known* found = known(t)) return found->constant;
+    if (!has_storage(t)) return false;
+    const auto found = known_.find(t.storage().unsafeGetStorageImpl());
+    if (found != known_.end()) return found->second.constant;
     // A number that Python made; and parameters that fully_shard brings together.
-    return has_storage(t) && (t.dim() == 0 || (t.requires_grad() && t.is_leaf()));
+    return t.dim() == 0 || (t.requires_grad() && t.is_leaf());
   }
   // Whether it has the samples where an argument has them: a view of one along its other dimensions, or made of such
   // element by element.
@@ -88,10 +91,10 @@ class Watch {
       if (known == apart(t, dim)) return dim;
     return -1;
   }
-  void mark(const Tensor& t, bool constant, int64_t apart = 0, bool counted = false) {
+  void mark(const Tensor& t, bool constant, int64_t apart) {
     if (!has_storage(t)) return;
     const auto key = t.storage().unsafeGetStorageImpl();
-    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, apart, counted});
+    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, apart});
   }
   bool consumed(const py::object& node, uint32_t number) const {
     if (!py::hasattr(node, "_input_metadata") || !torch::autograd::THPCppFunction_Check(node.ptr())) return false;
@@ -116,13 +119,10 @@ class Watch {
     if (!has_storage(t) || t.layout() != at::kStrided || t.dim() <= dim || t.size(dim) % n_) return 0;
     return t.stride(dim) * (t.size(dim) / n_);
   }
-  const Known* known(const Tensor& t) const {
-    const auto found = has_storage(t) ? known_.find(t.storage().unsafeGetStorageImpl()) : known_.end();
-    return found == known_.end() ? nullptr : &found->second;
-  }
   int64_t known_apart(const Tensor& t) const {
-    const Known* found = known(t);
-    return found ? found->apart : 0;
+    if (!has_storage(t)) return 0;
+    const auto found = known_.find(t.storage().unsafeGetStorageImpl());
+    return found == known_.end() ? 0 : found->second.apart;
   }
 
   void consume(const Tensor& t, bool constant) {
@@ -135,27 +135,27 @@ class Watch {
   }
 
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
-    Watch* self = watching;
-    if (!self) return nullptr;
-    const auto name_of = function.operator_name().value_or(c10::OperatorName("", ""));
-    const auto handle = c10::Dispatcher::singleton().findOp(name_of);
-    // Operators that are made of others show less than these do: expand_as(other) reads the sizes of `other` alone.
-    if (handle && handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return nullptr;
     auto operation = std::make_unique<Operation>();
+    Watch* self = watching;
+    if (!self) return operation;
     std::vector<Tensor> operands;
     for (const c10::IValue& value : function.inputs()) tensors_in(value, operands);
+    const auto name_of = function.operator_name().value_or(c10::OperatorName("", ""));
+    const auto handle = c10::Dispatcher::singleton().findOp(name_of);
     if (handle) {
       operation->pointwise = handle->hasTag(at::Tag::pointwise);
       const std::string& name = handle->schema().name();
       const auto is = [&](const char* start) { return name.rfind(start, 0) == 0; };
-      // x[places] has as many rows as there are places, if these are no mask. Places alone are no rows.
-      const auto masks = [](const Tensor& t) { return t.scalar_type() == at::kBool || t.scalar_type() == at::kByte; };
-      const bool dynamic = handle->hasTag(at::Tag::dynamic_output_shape);
-      operation->counted = dynamic && (!is("aten::index") || std::any_of(operands.begin() + 1, operands.end(), masks));
-      operation->picks = dynamic && !is("aten::nonzero");
-      const bool likes = name.size() > 5 && name.compare(name.size() - 5, 5, "_like") == 0;
+      if (c10::ends_with(name, "_as")) operands.resize(1);  // expand_as(other) reads the sizes of `other` alone
+      // Places alone are no rows, and what has a gradient is in the graph (routes.py).
+      operation->picks = handle->hasTag(at::Tag::dynamic_output_shape) && !is("aten::nonzero");
+      if (name == "aten::index" && self->stands(operands[0])) {  // x[:, places] keeps the rows of samples
+        const auto places = function.inputs()[1].toOptionalTensorVector();
+        const int64_t at = self->batch_dim_;
+        operation->picks = int64_t(places.size()) > at && places[at] && places[at]->defined();
+      }
       const bool drawn = name == "aten::bernoulli" && handle->schema().overload_name() == "p";
-      operation->of_sizes = likes || drawn || is("aten::new_");
+      operation->of_sizes = c10::ends_with(name, "_like") || drawn || is("aten::new_");
       operation->of_python = name == "aten::lift_fresh";
       const auto& arguments = handle->schema().arguments();
       for (size_t k = 0; k < arguments.size() && k < function.inputs().size(); ++k)
@@ -163,11 +163,10 @@ class Watch {
           tensors_in(function.inputs()[k], operation->written);
     }
     for (const Tensor& t : operands) {
+      if (!t.defined()) continue;
       const bool constant = self->is_constant(t);
-      const Known* found = self->known(t);
       operation->constant = operation->constant && constant;
-      operation->counted = operation->counted || (found && found->counted);
-      operation->picks = operation->picks && !t.requires_grad();  // else the graph shows it (routes.py)
+      operation->picks = operation->picks && !t.requires_grad();
       self->consume(t, constant);
       if (t.is_view())
         self->consume(Tensor(t._base()), constant);  // of one that was written into, the graph has the base
@@ -178,8 +177,7 @@ class Watch {
     }
     ++self->depth_;
     if (!operation->pointwise) operation->like.clear();
-    operation->counted = operation->counted && !operation->constant;
-    if (operation->picks && operation->counted) self->picks = true;
+    if (operation->picks && !operation->constant) self->picks = true;
     return operation;
   }
 
@@ -191,13 +189,13 @@ class Watch {
     std::vector<Tensor> made;
     for (const c10::IValue& value : function.outputs()) tensors_in(value, made);
     if (!operation->constant)
-      for (const Tensor& t : operation->written) self->mark(t, false);
+      for (const Tensor& t : operation->written) self->mark(t, false, 0);
+    const auto& like = operation->like;
     for (const Tensor& t : made) {
       if (!has_storage(t)) continue;
-      const bool alike = std::count(operation->like.begin(), operation->like.end(), t.sizes().vec());
+      const bool alike = std::find(like.begin(), like.end(), t.sizes().vec()) != like.end();
       const bool constant = (operation->constant && !(operation->of_python && t.dim() > 0)) || operation->of_sizes;
-      const int64_t apart = alike ? self->apart(t, self->batch_dim_) : self->known_apart(t);
-      self->mark(t, constant, apart, operation->counted);
+      self->mark(t, constant, alike ? self->apart(t, self->batch_dim_) : self->known_apart(t));
     }
   }
 };

@@ -195,7 +195,8 @@ class Samples:
         ):
             self._recorder.push(None)
             try:
-                with _without_compiler():
+                compiled = "torch._dynamo" in sys.modules
+                with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
                     outputs = tensors_in(call.module._call_impl(*args, **kwargs))
             finally:
                 self._recorder.pop()
@@ -296,8 +297,3 @@ def _generator_states(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     _, keys, *places = np.random.get_state()
     arrays = [*(t.numpy() for t in states), np.asarray(keys)]
     return [array.tobytes() for array in arrays], random.getstate(), places
-
-
-def _without_compiler() -> Any:
-    compiled = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
-
 from ..graph.layout import (
     BATCH,
     NOWHERE,
@@ -39,7 +37,7 @@ from ..sites.native import NativeSite
 from ..sites.several import End, ends_of_node
 from ..sites.site import ProbeParts
 from .forwards import Forward, Forwards
-from .verdict import Verdict, total_version
+from .verdict import Verdict, total_version, zeros_of
 
 
 @dataclass
@@ -96,19 +94,18 @@ class Examiner:
         if ambiguous and (plan or not {BATCH, SEQUENCE}.isdisjoint(layouts)):
             refusals.append((-1, cause("either", n=n)))
         tensors, zero_weights = self._parameters.tensors(), self.zero_weights(n)
-        has_zeros = n > 1 and bool(exam.zeros)
-        version_of = range(len(tensors)) if has_zeros else zero_weights
+        dropped = n > 1 and bool(exam.zeros) and not zero_weights
         return Verdict(
             layouts,
             refusals,
             plan,
             complete and all(one.complete for one in judged),
             sites=[site for site, *_ in uses],
-            routes=self._routes(forward, exam.watched),
+            routes=self._routes(forward, exam.watched, layouts),
             sure=[one.sure for one in judged],
-            zeros_version=total_version(tensors, version_of) if version_of else None,
-            version_of=version_of,
-            has_dropped_branch=has_zeros and not zero_weights,
+            zeros_version=total_version(tensors) if zero_weights or dropped else None,
+            zero_weights=[place for place in zero_weights if tensors[place].requires_grad],
+            has_dropped_branch=dropped,
         )
 
     def _find_layouts(self, exam: _Exam) -> tuple[list[Finding], LiftPlan | None, bool, bool]:
@@ -180,28 +177,25 @@ class Examiner:
         why = cause(why, shape=list(sizes))
         return _UseVerdict(self._sites[site].presumed, True, why, complete)
 
-    def _routes(self, forward: Forward, watched: Sequence[Watched]) -> list[Any]:
+    def _routes(self, forward: Forward, uses: list[Watched], layouts: list[int]) -> list[Any]:
         """Return the row indices that the batch's values chose. With a None in it, no other pass
         has the same routes: some choices cannot be seen."""
-        n, memory = forward.n, self._forwards.memory
+        n = forward.n
         routes = routes_of(forward.outputs, n, forward.trace.by_row)
-        unsized = {k for k, use in enumerate(watched) if layout_from_sizes(use.leads, n) is None}
-        cut = memory.picks and unsized - memory.tables(forward.uses)
-        if n > 1 and (forward.trace.flat or cut or any(0 in use.leads for use in watched)):
+        rows = (use.leads for use, layout in zip(uses, layouts, strict=True) if layout != SHARED)
+        cut = self._forwards.memory.picks and None in (layout_from_sizes(one, n) for one in rows)
+        if n > 1 and (forward.trace.flat or cut or any(0 in use.leads for use in uses)):
             routes.append(None)
         return routes
 
     def zero_weights(self, n: int) -> list[int]:
-        """Return the places of trained weights (not biases) that are all zeros, which may hide a
-        part of the graph. None of sharded parameters."""
+        """Return the places of weights (not biases) that are all zeros, which may hide a part of
+        the graph. None of sharded parameters."""
         if n == 1 or not self._proves or self._parameters.gathered():
             return []
-        biases, tensors = {layer.bias for layer in self._layers}, self._parameters.tensors()
+        biases = {layer.bias for layer in self._layers}
         weights = {place for layer in self._layers for place in layer.parameters} - biases
-        live = [k for k in sorted(weights) if tensors[k].requires_grad and tensors[k].numel()]
-        flags = [tensors[place].detach().any() for place in live]
-        found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
-        return [place for place, is_live in zip(live, found, strict=True) if not is_live]
+        return zeros_of(self._parameters.tensors(), sorted(weights))
 
     def _is_unsure(self, exam: _Exam, k: int, layout: int | str | None, sized: int | None) -> bool:
         """Return True if an unproven use needs a proof. sized: the layout by sizes, or None."""
@@ -294,7 +288,10 @@ class Examiner:
         # Packed rows are no matter: each graph shows whose they are.
         if any(end.watched.samples is None for _, end in ends):
             return None
-        fits, routes = self._sizes_fit(verdict, watched, forward), self._routes(forward, watched)
+        fits, routes = (
+            self._sizes_fit(verdict, watched, forward),
+            self._routes(forward, watched, verdict.layouts),
+        )
         by_row = all(isinstance(route, str) for route in routes)
         if fits is False or not by_row or routes != verdict.routes:
             return None

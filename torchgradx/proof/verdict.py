@@ -54,7 +54,7 @@ class Verdict:
     routes: Sequence[Any] = ()  # the row indices that the batch's values chose: graph/routes.py
     sure: Sequence[bool] = ()  # by use: True if no other layout has the same rows
     zeros_version: int | None = None  # total_version() when zeros were seen; None: none were
-    version_of: Sequence[int] = ()  # the places whose versions count there
+    zero_weights: Sequence[int] = ()  # the places of trained weights that were zeros
     has_dropped_branch: bool = False  # zeros came from a branch left out, not from zero weights
     examinations: int = 1  # of this structure, while it had zeros
     patience: int = 1  # passes left until the next examination
@@ -66,8 +66,9 @@ class Verdict:
 
     def _count(self, tensors: Sequence[Tensor]) -> int:
         """Return 1 if gradients that were zero may not be zero now, else 0."""
-        version = total_version(tensors, self.version_of)
-        return int(self.has_dropped_branch or version != self.zeros_version)
+        changed = self.has_dropped_branch or total_version(tensors) != self.zeros_version
+        # A fused optimizer moves no version.
+        return int(changed or len(zeros_of(tensors, self.zero_weights)) < len(self.zero_weights))
 
     def has_expired(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if another pass needs a new verdict."""
@@ -75,12 +76,12 @@ class Verdict:
 
     def holds(self, tensors: Sequence[Tensor], routes: Callable[[], list[Any]]) -> bool:
         """Return True if this verdict holds for another pass, whose batch chose `routes`. Count
-        `patience` down, for zero weights only where these have changed."""
+        `patience` down, for zero weights only where weights have changed."""
         if self.has_expired(tensors):
             return False
         if self.zeros_version is not None:
             self.patience -= self._count(tensors)
-            self.zeros_version = total_version(tensors, self.version_of)
+            self.zeros_version = total_version(tensors)
         return not self.routes or same_routes(self.routes, routes())
 
     def apply(self, run: Pass) -> None:
@@ -105,9 +106,17 @@ def calls_of(key: Any, uses: Sequence[Any]) -> Any:
     return called, *key[2:]  # less the structure and N, see Audit.key
 
 
-def total_version(tensors: Sequence[Tensor], places: Iterable[int]) -> int:
-    """Return a number that grows whenever a tensor at one of the places is written into."""
-    return sum(tensors[place]._version for place in places)
+def total_version(tensors: Sequence[Tensor]) -> int:
+    """Return a number that grows whenever one of the tensors is written into."""
+    return sum(p._version for p in tensors)
+
+
+def zeros_of(tensors: Sequence[Tensor], places: Iterable[int]) -> list[int]:
+    """Return the places whose tensors are all zeros, with one read from the device."""
+    live = [place for place in places if tensors[place].numel()]
+    flags = [tensors[place].detach().any() for place in live]
+    found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    return [place for place, has_some in zip(live, found, strict=True) if not has_some]
 
 
 def verdict_of_compiled(run: Pass) -> Verdict:
