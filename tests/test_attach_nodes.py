@@ -97,7 +97,6 @@ def test_branches_that_begin_as_zeros(name, moves, options):
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             p.grad = q.grad if moves else None
         optimizer.step()
-        optimizer.zero_grad()
 
 
 def written(m, x):

@@ -53,18 +53,16 @@ def bert():
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        vocab_size=61, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=61, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
     return transformers.BertForMaskedLM(config), lambda ids: {"input_ids": ids}
 
 
 def t5():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
-        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=61, dropout_rate=0.0
-    )
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=61, dropout_rate=0.0,
+        use_cache=False)  # fmt: skip
     model = transformers.T5ForConditionalGeneration(config)
-    model.config.use_cache = False
     return model, lambda ids: {"input_ids": ids, "decoder_input_ids": ids}
 
 
@@ -105,6 +103,14 @@ def test_other_batches_of_the_same_sizes_are_not_proven_anew(backwards):
             backwards.clear()
             exact_step(probe, model, torch.randint(3, 61, (5, 8)), rtol=1e-4)
             assert bool(backwards) == (step == 0)
+
+
+def test_no_kernel_reads_beyond_a_weight():
+    model = nn.Sequential(nn.Linear(3, 64), nn.BatchNorm1d(64)).eval()
+    short = Counter(lambda f, args: "norm_backward" in str(f) and not args[2].is_contiguous())
+    with torchgradx.attach(model), short:
+        square(model, torch.randn(5, 3)).backward()
+    assert not short.counts
 
 
 def test_sizes_that_leave_no_doubt_cost_nothing(backwards):

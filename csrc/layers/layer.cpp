@@ -38,7 +38,8 @@ Gradients Layer::replayed(const Saved& saved, const Tensor& weight, const Tensor
   const auto source = [&](const Tensor& t) { return create_graph ? t : t.detach().requires_grad_(); };
   const Tensor x = source(saved.input), w = source(weight), b = at::zeros_like(weight).requires_grad_();
   Saved again{{}, saved.mean, saved.rstd};
-  const Tensor output = forward(x, w, b, again);
+  // The weight may be one number, expanded: torch's batch norm in channels_last would read beyond it.
+  const Tensor output = forward(x, w.contiguous(), b, again);
   // All of them, wanted or not: the framework's group norm in channels_last fails without its input's.
   torch::autograd::variable_list sources;
   for (const Tensor& t : {x, w, b})
