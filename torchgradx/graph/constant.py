@@ -133,9 +133,8 @@ class WatchMode(TorchDispatchMode):
                 if consumed is not None and consumed.grad_fn is not None:
                     key = consumed.grad_fn, consumed.output_nr
                     self._bits[key] = self._bits.get(key, True) and bit
-        # `batch_dim` holds the samples: a view, or computed elementwise
-        strides = [(self._known_stride(t), self._stride(t, self._batch_dim)) for t in operands]
-        in_place = [0 < known == stride for known, stride in strides]
+        # Whether `batch_dim` holds the samples: a view, or computed elementwise.
+        in_place = [0 < self._known_stride(t) == self._stride(t, self._batch_dim) for t in operands]
         tags = getattr(func, "tags", ())
         others = (bit for bit, ok in zip(bits, in_place, strict=True) if not ok)
         keeps = torch.Tag.pointwise in tags and all(others)  # samples stay in place
