@@ -27,7 +27,7 @@ from .stations import Leaf, Match, Path, Trail, find_path
 from .uses import Uses
 
 MAX_TRAILS = 8  # of one plan: its sizes may never repeat
-IN_FULL = "; what is computed of parameters alone is asked by vmap, some samples at a time"
+IN_FULL = "; of what is computed from parameters alone, in full by vmap, some samples at a time"
 
 
 class Start(NamedTuple):
