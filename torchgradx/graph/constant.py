@@ -133,7 +133,7 @@ class WatchMode(TorchDispatchMode):
                 if consumed is not None and consumed.grad_fn is not None:
                     key = consumed.grad_fn, consumed.output_nr
                     self._bits[key] = self._bits.get(key, True) and bit
-        # Whether `batch_dim` holds the samples: a view, or computed elementwise.
+        # True: `batch_dim` holds the samples of a view, or of an elementwise result.
         in_place = [0 < self._known_stride(t) == self._stride(t, self._batch_dim) for t in operands]
         tags = getattr(func, "tags", ())
         others = (bit for bit, ok in zip(bits, in_place, strict=True) if not ok)

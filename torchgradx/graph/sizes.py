@@ -28,6 +28,11 @@ def look_of(shape: Sequence[int], n: int) -> tuple[Any, ...]:
     return ones, is_multiple, *(size == n for size in shape)
 
 
+def layout_of_shape(shape: Shape, n: int) -> int | None:
+    """Return the layout of an output of this shape if its leading sizes leave no doubt."""
+    return layout_from_sizes(leading_sizes(shape, n), n)
+
+
 def layout_from_views(
     graph: Graph, node: Node, number: int, leads: Sequence[int], n: int
 ) -> int | None:

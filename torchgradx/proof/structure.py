@@ -288,10 +288,8 @@ class Examiner:
         # Packed rows are no matter: each graph shows whose they are.
         if any(end.watched.samples is None for _, end in ends):
             return None
-        fits, routes = (
-            self._sizes_fit(verdict, watched, forward),
-            self._routes(forward, watched, verdict.layouts),
-        )
+        fits = self._sizes_fit(verdict, watched, forward)
+        routes = self._routes(forward, watched, verdict.layouts)
         by_row = all(isinstance(route, str) for route in routes)
         if fits is False or not by_row or routes != verdict.routes:
             return None

@@ -77,10 +77,11 @@ class Verdict:
     def holds(self, tensors: Sequence[Tensor], routes: Callable[[], list[Any]]) -> bool:
         """Return True if this verdict holds for another pass, whose batch chose `routes`. Count
         `patience` down, for zero weights only where weights have changed."""
-        if self.has_expired(tensors):
-            return False
         if self.zeros_version is not None:
-            self.patience -= self._count(tensors)
+            count = self._count(tensors)
+            if self.patience <= count:
+                return False
+            self.patience -= count
             self.zeros_version = total_version(tensors)
         return not self.routes or same_routes(self.routes, routes())
 

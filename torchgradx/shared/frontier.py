@@ -12,18 +12,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ..graph.layout import (
-    LAST,
-    MINOR,
-    NOWHERE,
-    SECOND,
-    SEQUENCE,
-    Finding,
-    Watched,
-    layout_from_sizes,
-)
+from ..graph.layout import LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched
 from ..graph.nodes import Graph, Node, Shape, edges_among, is_leaf, name_of, shape_of
-from ..graph.sizes import layout_of_node, leading_sizes, look_of
+from ..graph.sizes import layout_of_node, layout_of_shape, leading_sizes, look_of
 from ..sharding import is_fsdp_node
 
 IsConstant = Callable[[Node, int], bool]  # of an output of a node
@@ -76,8 +67,7 @@ class LiftPlan:
             if not alike and n != self.n and len(shape) == len(before):
                 # A dimension that kept its size while N changed does not hold the samples.
                 rest = tuple(0 if a == b == n else b for a, b in zip(before, shape, strict=True))
-                sized = layout_from_sizes(leading_sizes(rest, n), n)
-                alike = rest.count(n) == 1 and sized == layout
+                alike = rest.count(n) == 1 and layout_of_shape(rest, n) == layout
             holds = holds and (alike or layout_of_node(graph, use, n) == layout)
         return holds, shapes, ends
 
