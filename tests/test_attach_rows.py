@@ -125,11 +125,21 @@ def test_batches_of_equal_sizes_that_choose_otherwise_are_exact_or_refused(
     assert exact == 0 if reentrant else exact >= 4
 
 
+UNPADDED = {  # rows of x [N T, 3] at these places
+    "masked": lambda x, at: x[F.one_hot(at, len(x)).sum(0) > 0],
+    "indexed": lambda x, at: x[at],
+    "selected": lambda x, at: x.index_select(0, at),
+    "gathered": lambda x, at: x.gather(0, at[:, None].expand(-1, 3)),
+    "taken": lambda x, at: x.take(3 * at[:, None] + torch.arange(3)),
+    "embedded": lambda x, at: F.embedding(at, x),
+}
+
+
 @a_few_modes
-@pytest.mark.parametrize("masked", [False, True])
-def test_data_that_are_unpadded_before_the_first_layer_are_looked_at_anew(masked, options):
+@pytest.mark.parametrize("way", UNPADDED)
+def test_data_that_are_unpadded_before_the_first_layer_are_looked_at_anew(way, options):
     def forward(model, x, m):
-        picked = x[m] if masked else x.flatten(0, 1)[places(m)]
+        picked = UNPADDED[way](x.flatten(0, 1), places(m))
         return model.o(owned(m.sum(1)) @ torch.tanh(model.b(picked)))
 
     model = Model(forward, b=nn.Linear(3, 3), o=nn.Linear(3, 2)).double()

@@ -56,15 +56,20 @@ def test_positions_of_a_sequence_first_model_are_exact(options):
 
 @fallback_mode
 @pytest.mark.parametrize("hidden", [False, True])
-def test_a_use_that_no_output_shows_is_exact_unless_it_receives_a_gradient(hidden, options):
-    """As DoRA calls its adapters on an identity matrix, and detaches what comes of it."""
+@pytest.mark.parametrize("tiles", [False, True])
+def test_a_use_that_no_output_shows_is_exact_unless_it_receives_a_gradient(tiles, hidden, options):
+    """As DoRA calls its adapters on an identity matrix, and detaches what comes of it; as LLaVA's
+    vision tower returns what it makes of all tiles, of which the last layer is not used."""
 
     def forward(m, x):
-        m.seen[:] = [m.o(torch.eye(D).to(x))]
-        return m.o(x) * m.seen[0].detach().norm()
+        m.seen[:] = [m.o(x.repeat(2, 1) if tiles else torch.eye(D).to(x))]
+        out = m.o(x)
+        return (out, m.seen[0]) if tiles else out * m.seen[0].detach().norm()
 
     def loss(m, x):
-        return square(m, x) + (m.seen[0].sum() if hidden else 0)
+        out = m(x)
+        used = out[0] if tiles else out
+        return used.square().sum(1).mean() + (m.seen[0].sum() if hidden else 0)
 
     model, x = Model(forward, o=nn.Linear(D, 2), seen=[]), torch.randn(N, D)
     if hidden:

@@ -95,9 +95,25 @@ def words(m, ids):
     return m.head(h)
 
 
-def test_other_batches_of_the_same_sizes_are_not_proven_anew(backwards):
+def padded(m, ids):
+    """As experts of transformers: a mask is looked up by ranges, and rows are flat after it."""
+    mask = (ids > 9)[torch.arange(len(ids))[:, None], torch.arange(ids.shape[1])]
+    h = m.words(ids) * mask[..., None]
+    return m.head(m.inner(h.flatten(0, 1)).relu().view(h.shape))
+
+
+def pictured(m, ids):
+    """As Qwen's: patches of pictures are flat rows, and places of words come of rows of ids."""
+    colours = ids[:, :4, None] / torch.ones(8).to(m.inner.weight)
+    patches = m.inner(colours.flatten(0, 1)).tanh()
+    places = torch.stack([row[row > 0] for row in ids]).cumsum(1)[..., None]
+    return m.head(m.words(ids) * places.cos() + patches.view(-1, 4, 8).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("forward", [words, padded, pictured])
+def test_other_batches_of_the_same_sizes_are_not_proven_anew(forward, backwards):
     parts = {"words": nn.Embedding(61, 8), "places": nn.Embedding(16, 8), "inner": nn.Linear(8, 8)}
-    model = Model(words, **parts, head=nn.Linear(8, 61))
+    model = Model(forward, **parts, head=nn.Linear(8, 61))
     with torchgradx.attach(model) as probe:
         for step in range(3):
             backwards.clear()

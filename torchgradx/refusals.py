@@ -117,9 +117,9 @@ without_edge: {places} recorded use(s) of it have no place in the graph that bac
 not_the_sum: the gradient it received is not the sum of what was recorded: a penalty reaches it, its
     module mixes samples, or a reentrant checkpoint uses it outside of modules
     > Call backward() on penalties separately, and pass use_reentrant=False
-no_output: it received a gradient that does not come from the model's outputs: from a tensor kept in
-    an attribute, or captured by a hook?
-    > Return that tensor from forward as well
+no_output: it received a gradient that does not come from the model's outputs of N samples: from a
+    tensor kept in an attribute, captured by a hook, or of another size?
+    > Return that tensor from forward as well, with a dimension of the samples, or pass layout=
 after_zeros: it received zeros from the model's outputs, and now a gradient that is not from them
     > Return the tensor that it comes from, from forward as well
 computed: a tensor computed from others stood in its place, for example by functional_call

@@ -13,11 +13,12 @@
 namespace torchgradx {
 namespace {
 
-// Of a tensor's memory, which views and in-place writes share: is it constant, and how many elements are samples apart,
-// 0 where that is not known. A weak reference keeps the address of what is gone.
+// Of a tensor's memory, which views and in-place writes share: is it constant, has data decided how many rows there are
+// of it (x[mask], and what is computed from that), and how many elements are samples apart, 0 where that is not known.
+// A weak reference keeps the address of what is gone.
 struct Known {
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;
-  bool constant;
+  bool constant, picked;
   int64_t apart;
 };
 
@@ -41,7 +42,7 @@ void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
 
 // Of an operator, which is observed around all that it calls.
 struct Operation : at::ObserverContext {
-  bool constant = true, pointwise = false, picks = false, of_sizes = false;
+  bool constant = true, pointwise = false, picks = false, picked = false, of_sizes = false;
   bool of_python = false;                  // torch.tensor(list): nobody knows of what data
   std::vector<std::vector<int64_t>> like;  // sizes of its operands that stand as an argument does
   std::vector<Tensor> written;
@@ -51,8 +52,8 @@ class Watch {
  public:
   Watch(const std::vector<Tensor>& constants, const std::vector<Tensor>& data, int64_t n, int64_t batch_dim)
       : n_(n), batch_dim_(batch_dim) {
-    for (const Tensor& t : constants) mark(t, true, 0);
-    for (const Tensor& t : data) mark(t, false, apart(t, batch_dim_));
+    for (const Tensor& t : constants) mark(t, true, false, 0);
+    for (const Tensor& t : data) mark(t, false, false, apart(t, batch_dim_));
     before_ = watching;
     watching = this;
     auto callback = at::RecordFunctionCallback(&Watch::begin, &Watch::end).needsInputs(true).needsOutputs(true);
@@ -72,11 +73,17 @@ class Watch {
   }
 
   bool is_constant(const Tensor& t) const {
-    if (!has_storage(t)) return false;
-    const auto found = known_.find(t.storage().unsafeGetStorageImpl());
-    if (found != known_.end()) return found->second.constant;
+    if (const Known* const known = find(t)) return known->constant;
     // A number that Python made; and parameters that fully_shard brings together.
-    return t.dim() == 0 || (t.requires_grad() && t.is_leaf());
+    return has_storage(t) && (t.dim() == 0 || (t.requires_grad() && t.is_leaf()));
+  }
+  bool is_picked(const Tensor& t) const {
+    const Known* const known = find(t);
+    return known && known->picked;
+  }
+  // The graph shows which rows it took: see Forwards.note_routes.
+  void unpick(const Tensor& t) {
+    if (const Known* const known = find(t)) mark(t, known->constant, false, known->apart);
   }
   // Whether it has the samples where an argument has them: a view of one along its other dimensions, or made of such
   // element by element.
@@ -91,10 +98,10 @@ class Watch {
       if (known == apart(t, dim)) return dim;
     return -1;
   }
-  void mark(const Tensor& t, bool constant, int64_t apart) {
+  void mark(const Tensor& t, bool constant, bool picked, int64_t apart) {
     if (!has_storage(t)) return;
     const auto key = t.storage().unsafeGetStorageImpl();
-    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, apart});
+    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, picked, apart});
   }
   bool consumed(const py::object& node, uint32_t number) const {
     if (!py::hasattr(node, "_input_metadata") || !torch::autograd::THPCppFunction_Check(node.ptr())) return false;
@@ -102,7 +109,6 @@ class Watch {
     const auto found = bits_.find({of, number});
     return found != bits_.end() && found->second;
   }
-  bool picks = false;  // how many rows of data there are was up to data, as of x[mask]
   static thread_local Watch* watching;
 
  private:
@@ -119,10 +125,40 @@ class Watch {
     if (!has_storage(t) || t.layout() != at::kStrided || t.dim() <= dim || t.size(dim) % n_) return 0;
     return t.stride(dim) * (t.size(dim) / n_);
   }
+  const Known* find(const Tensor& t) const {
+    const auto found = has_storage(t) ? known_.find(t.storage().unsafeGetStorageImpl()) : known_.end();
+    return found == known_.end() ? nullptr : &found->second;
+  }
   int64_t known_apart(const Tensor& t) const {
-    if (!has_storage(t)) return 0;
-    const auto found = known_.find(t.storage().unsafeGetStorageImpl());
-    return found == known_.end() ? 0 : found->second.apart;
+    const Known* const known = find(t);
+    return known ? known->apart : 0;
+  }
+
+  // Whether places, from this dimension of x on, pick rows by data. Those of x[:, places] stay in their samples, and
+  // numbers say which rows of a constant x come next, but not how many.
+  bool picks(const Tensor& x, int64_t dim, const Tensor& places) const {
+    const bool mask = places.scalar_type() == at::kBool;
+    const int64_t end = dim + (mask ? places.dim() : 1);
+    const bool of_samples = !stands(x) || (dim <= batch_dim_ && batch_dim_ < end);
+    return of_samples && !is_constant(places) && (mask || !is_constant(x));
+  }
+  // The same of an operator that takes rows of its first operand; nothing for one that makes as many as data says.
+  std::optional<bool> picks(const std::string& name, c10::ArrayRef<const c10::IValue> inputs) const {
+    const auto of = [&](int64_t dim, size_t places) {
+      const Tensor& x = inputs[0].toTensor();
+      return picks(x, dim < 0 ? dim + x.dim() : dim, inputs[places].toTensor());
+    };
+    if (name == "aten::index_select" || name == "aten::gather") return of(inputs[1].toInt(), 2);
+    if (name == "aten::embedding") return of(0, 1);
+    if (name == "aten::take") return !is_constant(inputs[1].toTensor());
+    if (name != "aten::index") return std::nullopt;
+    int64_t dim = 0;
+    for (const auto& places : inputs[1].toOptionalTensorVector()) {
+      const bool given = places && places->defined();
+      if (given && picks(inputs[0].toTensor(), dim, *places)) return true;
+      dim += given && places->scalar_type() == at::kBool ? places->dim() : 1;
+    }
+    return false;
   }
 
   void consume(const Tensor& t, bool constant) {
@@ -148,12 +184,8 @@ class Watch {
       const auto is = [&](const char* start) { return name.rfind(start, 0) == 0; };
       if (c10::ends_with(name, "_as")) operands.resize(1);  // expand_as(other) reads the sizes of `other` alone
       // Places alone are no rows, and what has a gradient is in the graph (routes.py).
-      operation->picks = handle->hasTag(at::Tag::dynamic_output_shape) && !is("aten::nonzero");
-      if (name == "aten::index" && self->stands(operands[0])) {  // x[:, places] keeps the rows of samples
-        const auto places = function.inputs()[1].toOptionalTensorVector();
-        const int64_t at = self->batch_dim_;
-        operation->picks = int64_t(places.size()) > at && places[at] && places[at]->defined();
-      }
+      const bool by_data = handle->hasTag(at::Tag::dynamic_output_shape) && !is("aten::nonzero");
+      operation->picks = self->picks(name, function.inputs()).value_or(by_data);
       const bool drawn = name == "aten::bernoulli" && handle->schema().overload_name() == "p";
       operation->of_sizes = c10::ends_with(name, "_like") || drawn || is("aten::new_");
       operation->of_python = name == "aten::lift_fresh";
@@ -167,6 +199,7 @@ class Watch {
       const bool constant = self->is_constant(t);
       operation->constant = operation->constant && constant;
       operation->picks = operation->picks && !t.requires_grad();
+      operation->picked = operation->picked || self->is_picked(t);
       self->consume(t, constant);
       if (t.is_view())
         self->consume(Tensor(t._base()), constant);  // of one that was written into, the graph has the base
@@ -177,7 +210,7 @@ class Watch {
     }
     ++self->depth_;
     if (!operation->pointwise) operation->like.clear();
-    if (operation->picks && !operation->constant) self->picks = true;
+    operation->picked = operation->picked || (operation->picks && !operation->constant);
     return operation;
   }
 
@@ -189,13 +222,14 @@ class Watch {
     std::vector<Tensor> made;
     for (const c10::IValue& value : function.outputs()) tensors_in(value, made);
     if (!operation->constant)
-      for (const Tensor& t : operation->written) self->mark(t, false, 0);
+      for (const Tensor& t : operation->written) self->mark(t, false, operation->picked, 0);
     const auto& like = operation->like;
     for (const Tensor& t : made) {
       if (!has_storage(t)) continue;
       const bool alike = std::find(like.begin(), like.end(), t.sizes().vec()) != like.end();
       const bool constant = (operation->constant && !(operation->of_python && t.dim() > 0)) || operation->of_sizes;
-      self->mark(t, constant, alike ? self->apart(t, self->batch_dim_) : self->known_apart(t));
+      const int64_t apart = alike ? self->apart(t, self->batch_dim_) : self->known_apart(t);
+      self->mark(t, constant, operation->picked, apart);
     }
   }
 };
@@ -212,7 +246,8 @@ void bind_watch(py::module_& m) {
       .def("holds", &Watch::holds)
       .def("knows_constant", &Watch::is_constant)
       .def("is_constant", &Watch::consumed)
-      .def_readwrite("picks", &Watch::picks);
+      .def("is_picked", &Watch::is_picked)
+      .def("unpick", &Watch::unpick);
 }
 
 bool watching() {

@@ -17,6 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors of arguments or outputs in order, in dataclasses and distributions too."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) in (tuple, list, dict):  # tree_leaves takes ten times as long
+        parts = tree.values() if type(tree) is dict else tree
+        return [t for part in parts if part is not None for t in tensors_in(part)]
     found: list[Tensor] = []
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):

@@ -42,8 +42,9 @@ class Watch:
         shared = [t for t in arguments if first is not None and _is_shared(t, first, n, batch_dim)]
         # Data is marked after the constants: a data tensor may share memory with one of them.
         data = [t for t in arguments if all(t is not other for other in shared)]
-        # observer.picks: data decided a number of rows (x[mask]), and no node shows it.
+        self.picked: set[int] = set()  # sites where data decided a count of rows
         # observer.is_constant(node, number): this output of a node is constant.
+        # observer.is_picked(t): data decided a count of rows, as in x[mask], and no node shows it.
         observe = _C.Watch if NATIVE else WatchMode
         self.observer = observe([*constants, *shared], data, n, batch_dim)
 
@@ -52,8 +53,18 @@ class Watch:
         call = site, self._calls[site]
         self._calls[site] += 1
         self.inputs[call] = 1 if all(map(self.observer.knows_constant, inputs)) else None
+        self.note_rows(site, inputs)
         dim = self.observer.holds(inputs[0]) if inputs else -1
         self.anchored[call] = (BATCH, SEQUENCE, None)[dim]
+
+    def note_rows(self, site: int, tensors: Sequence[Tensor]) -> None:
+        """Note whether data decided the count of rows of inputs or outputs of a site."""
+        if any(map(self.observer.is_picked, tensors)):
+            self.picked.add(site)
+
+
+# Operators that take rows of their first operand at places that the others give.
+TAKES = {f"aten::{name}" for name in ("embedding", "gather", "index", "index_select", "take")}
 
 
 class _Memory(NamedTuple):
@@ -61,6 +72,7 @@ class _Memory(NamedTuple):
 
     ref: StorageWeakRef  # keeps the address, which is our key, from being used again
     is_constant: bool
+    is_picked: bool
     stride: int  # elements from one sample to the next; 0: not known
 
 
@@ -77,13 +89,13 @@ class WatchMode(TorchDispatchMode):
         self, constants: Iterable[Tensor], data: Iterable[Tensor], n: int, batch_dim: int
     ) -> None:
         super().__init__()
-        self._is_on, self.picks, self._n, self._batch_dim = True, False, n, batch_dim
+        self._is_on, self._n, self._batch_dim = True, n, batch_dim
         self._memories: dict[int, _Memory] = {}  # by the address of the storage
         self._bits: dict[tuple[Any, int], bool] = {}  # by node and output, when it was consumed
         for t in constants:
-            self._mark(t, True)
+            self._mark(t, True, False)
         for t in data:
-            self._mark(t, False, self._stride(t, batch_dim))
+            self._mark(t, False, False, self._stride(t, batch_dim))
         self.__enter__()
 
     def stop(self) -> None:
@@ -104,6 +116,17 @@ class WatchMode(TorchDispatchMode):
             return memory.is_constant
         # A scalar that Python made, or a parameter that fully_shard gathered.
         return not t.dim() or (t.is_leaf and t.requires_grad)
+
+    def is_picked(self, t: Tensor) -> bool:
+        storage = _storage_of(t)
+        memory = None if storage is None else self._memories.get(storage._cdata)
+        return memory is not None and memory.is_picked
+
+    def unpick(self, t: Tensor) -> None:
+        storage = _storage_of(t)
+        if storage is not None and storage._cdata in self._memories:
+            known = self._memories[storage._cdata]
+            self._memories[storage._cdata] = known._replace(is_picked=False)
 
     def holds(self, t: Tensor) -> int:
         """Return which of the first two dimensions holds the samples; -1: neither is known to."""
@@ -141,24 +164,28 @@ class WatchMode(TorchDispatchMode):
         shapes = [t.shape for t, ok in zip(operands, in_place, strict=True) if keeps and ok]
         with torch._C._DisableAutocast():  # above this mode, autocast has done its casts
             out = func(*args, **kwargs)
-        constant = all(bits)
+        constant, picked = all(bits), any(map(self.is_picked, operands))
         if not constant:
-            if torch.Tag.dynamic_output_shape in tags and "nonzero" not in func._schema.name:
+            name = func._schema.name
+            takes = not all(bits[1:]) if name in TAKES else torch.Tag.dynamic_output_shape in tags
+            if takes and "nonzero" not in name:
                 # It takes rows of data. Where a gradient flows, the graph shows it.
-                self.picks = self.picks or not any(t.requires_grad for t in operands)
+                picked = picked or not any(t.requires_grad for t in operands)
             for t in _written(func, args, kwargs):
-                self._mark(t, False)
+                self._mark(t, False, picked)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
                 alike = not t.is_nested and t.shape in shapes
                 stride = self._stride(t, self._batch_dim) if alike else self._known_stride(t)
-                self._mark(t, constant or _reads_sizes_only(func), stride)
+                self._mark(t, constant or _reads_sizes_only(func), picked, stride)
         return out
 
-    def _mark(self, t: Tensor, constant: bool, stride: int = 0) -> None:
+    def _mark(self, t: Tensor, constant: bool, picked: bool, stride: int = 0) -> None:
         storage = _storage_of(t)
         if storage is not None:
-            self._memories[storage._cdata] = _Memory(StorageWeakRef(storage), constant, stride)
+            self._memories[storage._cdata] = _Memory(
+                StorageWeakRef(storage), constant, picked, stride
+            )
 
 
 def _storage_of(t: Tensor) -> torch.UntypedStorage | None:

@@ -72,7 +72,7 @@ class Seeding:
         heads have the dimension of the samples, or the sample of each row."""
         self._heads, self._uses, self._n, self._unspent = heads, uses, n, unspent
         self._known = [k for k, use in enumerate(uses) if use.node is not None]
-        self._nodes = nodes = nodes_in_order(t for t, _ in heads)
+        self.nodes = nodes = nodes_in_order(t for t, _ in heads)
         self._can_run = bool(heads) and not any(
             is_python(node, compiled) or not can_run_twice(node) for node in nodes
         )
@@ -105,7 +105,7 @@ class Seeding:
                 loose = self._findings(plain, scaled, digits, LOOSE)
                 self._prove_by_zeros(found, loose)
         except Exception as error:  # reentrant checkpoints forbid it; hooks may raise anything
-            if self._has_run and has_checkpoints(self._nodes):  # the user's backward would fail too
+            if self._has_run and has_checkpoints(self.nodes):  # the user's backward would fail too
                 raise refused_all("one_context", ()) from error
             return None
         return found

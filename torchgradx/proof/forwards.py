@@ -42,7 +42,7 @@ class Memory:
     constant: _Facts = field(default_factory=dict)  # 1: all inputs of the call are constant
     # Layout of an input that is a view, or an elementwise result, of an argument of the model.
     anchored: _Facts = field(default_factory=dict)
-    picks: bool = False  # the values of data decided how many rows a layer got
+    picked: set[int] = field(default_factory=set)  # sites: data decided how many rows they got
     # Dimension of the samples in an output, by its place and number of dimensions.
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class Memory:
     def learn(self, watch: Watch) -> None:
         """Add what a watched forward has shown; a fact that differs from before becomes None."""
         self.watches = max(0, self.watches - 1)
-        self.picks = self.picks or watch.observer.picks
+        self.picked |= watch.picked
         for known, seen in (self.constant, watch.inputs), (self.anchored, watch.anchored):
             for call, fact in seen.items():
                 known[call] = fact if known.get(call, fact) == fact else None
@@ -202,19 +202,19 @@ class Forwards:
         if first.grad_fn is not None:
             self._local.ends.setdefault((site, first.grad_fn), []).extend(ends)
 
-    @property
-    def picks(self) -> bool:
-        """Return True if this forward is watched, and the values of data have picked rows."""
-        watch = self._local.watch
-        return watch is not None and bool(watch.observer.picks)
-
-    def note_routes(self, use: int, nodes: Mapping[Any, int], picks: bool) -> None:
+    def note_routes(
+        self, use: int, nodes: Mapping[Any, int], inputs: Sequence[Tensor], output: Tensor
+    ) -> None:
         """Note a use's nodes that route rows by their values and keep each row in its sample, as
-        {node: count of routing nodes of the use that do not}. picks: as it was before this use,
-        whose own picks these nodes cover."""
+        {node: count of routing nodes of the use that do not}. They cover its own picks of rows."""
         self._local.by_row.update({node: (use, others) for node, others in nodes.items()})
+        if (watch := self._local.watch) and not any(map(watch.observer.is_picked, inputs)):
+            watch.observer.unpick(output)
+
+    def note_outputs(self, site: int, outputs: Sequence[Tensor]) -> None:
+        """Note in a watched forward whether data decided how many rows a call of a site made."""
         if self._local.watch is not None:
-            self._local.watch.observer.picks = picks
+            self._local.watch.note_rows(site, outputs)
 
     def note_call(self, site: int, inputs: Sequence[Tensor]) -> None:
         """Note a call of a site in a watched forward, and the caches of selective checkpoints."""

@@ -51,6 +51,7 @@ class _Exam:
     is_constant: Callable[[Any, int], bool] | None  # of a node's output; None: nothing was watched
     region: Sequence[Watched] = ()  # outputs of nodes at which samples may enter above tables
     zeros: set[int] = field(default_factory=set)  # uses that received zeros only
+    reached: set[Any] | None = None  # nodes that the proof's backwards run through, if they ran
 
     @property
     def all_watched(self) -> list[Watched]:
@@ -154,7 +155,8 @@ class Examiner:
         sized = self._layout_from_sizes(exam.forward, k, use) if use.samples is None else None
         if not self._is_unsure(exam, k, layout, sized):
             return _UseVerdict(presumed if sized is None else sized)
-        detached = bool(exam.forward.outputs) and node is not None and node not in graph.parents
+        nodes = graph.parents if exam.reached is None else exam.reached
+        detached = bool(exam.forward.outputs) and node is not None and node not in nodes
         zeros = k in exam.zeros
         if detached or (zeros and not isinstance(layout, str)):
             likely = zeros and layout_from_sizes(use.leads, exam.forward.n) == presumed
@@ -182,8 +184,11 @@ class Examiner:
         has the same routes: some choices cannot be seen."""
         n = forward.n
         routes = routes_of(forward.outputs, n, forward.trace.by_row)
-        rows = (use.leads for use, layout in zip(uses, layouts, strict=True) if layout != SHARED)
-        cut = self._forwards.memory.picks and None in (layout_from_sizes(one, n) for one in rows)
+        picked = self._forwards.memory.picked
+        cut = any(
+            site in picked and layout != SHARED and layout_from_sizes(use.leads, n) is None
+            for (site, *_), use, layout in zip(forward.uses, uses, layouts, strict=True)
+        )
         if n > 1 and (forward.trace.flat or cut or any(0 in use.leads for use in uses)):
             routes.append(None)
         return routes
@@ -249,6 +254,7 @@ class Examiner:
                     if found is not None and self._agrees(exam, found) is not False:
                         heads, findings, ambiguous = other, found, False
                         break
+        exam.reached = None if findings is None else set(seeding.nodes)
         if findings is not None and not ambiguous:
             for t, dim in heads:
                 place = next(k for k, other in enumerate(outputs) if other is t)

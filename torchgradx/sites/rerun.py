@@ -42,7 +42,6 @@ class _CallOfThread(threading.local):
 
     regime: Regime | None  # None: it draws nothing, so that the regime after it is the same
     first = 0  # sequence number of the first node that it makes
-    picks = False  # see Forwards.picks
 
 
 class FallbackSite(Delivery):
@@ -94,7 +93,6 @@ class FallbackSite(Delivery):
         trained = {} if self._was_lifted else self._trained(module)
         p = next(iter(trained.values()), None)
         call.regime = None if p is None else Regime.current(p.device, may_draw(module))
-        call.picks = self._audit.forwards.picks
         if not self._has_maker:
             self._note_first_node()
 
@@ -188,9 +186,10 @@ class FallbackSite(Delivery):
         if products.groups:
             self._had_products = True
             forwards.note_ends(self._index, first, products.ends)
-            forwards.note_routes(number, products.by_row, self._call.picks)
+            forwards.note_routes(number, products.by_row, operands, first)
         else:  # edges inside are not counted; of products, each edge is
             run.enclose(list(parameters), self._call.first)
+            forwards.note_outputs(self._index, outputs)
         run.watch(number, end)
         if not single and run.n > 1 and recorded:
             rows = self.leads, run.n, samples
