@@ -167,9 +167,7 @@ void bind_pass(py::module_& m) {
       .def("reaches", [](const Pass& self, const std::vector<int64_t>& parameters) { return self.reaches(parameters); })
       .def("waits", [](Pass& self, int64_t parameter) { return self.waits(parameter); })
       .def_readwrite("directions", &Pass::directions)
-      .def_property_readonly(
-          "dots",
-          [](const Pass& self) { return self.dots.defined() ? std::optional<Tensor>(self.dots) : std::nullopt; })
+      .def_property_readonly("dots", [](const Pass& self) { return self.dots; })  // an undefined tensor is None
       .def("add_dots", &Pass::add_dots)
       .def("keep_on_tape",
            [](Pass& self, py::object use) { self.keep_on_tape(std::make_shared<Callback>(Callback{std::move(use)})); })
@@ -201,8 +199,7 @@ void bind_pass(py::module_& m) {
       .def("terms", [](const Pass& self, int64_t parameter) {
         py::list terms;
         for (const Term& term : self.entries[parameter].terms)
-          terms.append(py::make_tuple(term.site, term.activations.defined() ? py::cast(term.activations) : py::none(),
-                                      term.grads, term.segments));
+          terms.append(py::make_tuple(term.site, term.activations, term.grads, term.segments));
         return terms;
       });
 }
@@ -254,62 +251,47 @@ void bind_capture(py::module_& m) {
   m.def(
       "call",
       [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-         const std::optional<Tensor>& bias, const std::optional<Tensor>& mean,
-         const std::optional<Tensor>& var) -> std::optional<Tensor> {
-        const Tensor output = call(site, input, weight, bias, {{}, mean.value_or(Tensor()), var.value_or(Tensor())});
-        return output.defined() ? std::optional<Tensor>(output) : std::nullopt;
+         const std::optional<Tensor>& bias, const std::optional<Tensor>& mean, const std::optional<Tensor>& var) {
+        return call(site, input, weight, bias, {{}, mean.value_or(Tensor()), var.value_or(Tensor())});
       },
       py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("mean") = std::nullopt,
       py::arg("var") = std::nullopt);
-  m.def(
-      "packed",  // of what a node saved through hooks: the one that unpacks, and what it is given; None: of others
-      [](const py::object& node) -> std::optional<std::vector<std::pair<py::object, py::object>>> {
-        const auto* ours = dynamic_cast<const SavingNode*>(&*node_of(node));
-        if (!ours) return std::nullopt;
-        const auto object = [](const c10::SafePyObject& held) {
-          return py::reinterpret_borrow<py::object>(held.ptr(getPyInterpreter()));
-        };
-        std::vector<std::pair<py::object, py::object>> found;
-        for (const SavedVariable* saved : ours->all_saved())
-          if (const auto hooks = saved->retrieve_unpack_hook_data())
-            found.emplace_back(object(hooks->first), object(hooks->second));
-        return found;
-      },
-      py::arg("node"));
-  m.def(
-      "into_slice",  // of the node of an operation that wrote into a view: the operation's own
-      [](const py::object& node) -> py::object {
-        const auto* slices = dynamic_cast<const torch::autograd::CopySlices*>(&*node_of(node));
-        if (!slices || !slices->fn) return py::none();
-        return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(slices->fn));
-      },
-      py::arg("node"));
-  m.def(
-      "forward",  // of a module; None: its own is to be called, and then listen()
-      [](const std::shared_ptr<Site>& site, const py::object& module,
-         const py::object& input) -> std::optional<Tensor> {
-        if (!THPVariable_Check(input.ptr()) || (site->taps && !site->layer->whole())) return std::nullopt;
-        const Held held(*site, module);
-        if (site->taps && overridden(input, held)) return std::nullopt;
-        const Tensor x = input.cast<Tensor>(), weight = held.weight.cast<Tensor>();
-        const auto bias = held.maybe_bias();
-        const Tensor output = site->taps ? call_tapped(site, x, weight, bias) : call(site, x, weight, bias, {});
-        return output.defined() ? std::optional<Tensor>(output) : std::nullopt;
-      },
-      py::arg("site"), py::arg("module"), py::arg("input"));
-  m.def(
-      "listen",
-      [](const std::shared_ptr<Site>& site, const py::object& module, const Tensor& input, const Tensor& output) {
-        if (!site->taps) return;  // nothing was to be recorded
-        const Held held(*site, module);
-        tap(site, {input}, held.weight.cast<Tensor>(), held.maybe_bias(), output);
-      },
-      py::arg("site"), py::arg("module"), py::arg("input"), py::arg("output"));
-  m.def(
-      "count",
-      [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-         const std::optional<Tensor>& bias) { begin_use(site, input, weight, bias); },
-      py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"));
+  m.def("packed",  // of what a node saved through hooks: the one that unpacks, and what it is given; None: of others
+        [](const py::object& node) -> std::optional<std::vector<std::pair<py::object, py::object>>> {
+          const auto* ours = dynamic_cast<const SavingNode*>(&*node_of(node));
+          if (!ours) return std::nullopt;
+          const auto object = [](const c10::SafePyObject& held) {
+            return py::reinterpret_borrow<py::object>(held.ptr(getPyInterpreter()));
+          };
+          std::vector<std::pair<py::object, py::object>> found;
+          for (const SavedVariable* saved : ours->all_saved())
+            if (const auto hooks = saved->retrieve_unpack_hook_data())
+              found.emplace_back(object(hooks->first), object(hooks->second));
+          return found;
+        });
+  m.def("into_slice",  // of the node of an operation that wrote into a view: the operation's own
+        [](const py::object& node) -> py::object {
+          const auto* slices = dynamic_cast<const torch::autograd::CopySlices*>(&*node_of(node));
+          if (!slices || !slices->fn) return py::none();
+          return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(slices->fn));
+        });
+  m.def("forward",  // of a module; None: its own is to be called, and then listen()
+        [](const std::shared_ptr<Site>& site, const py::object& module, const py::object& input) -> Tensor {
+          if (!THPVariable_Check(input.ptr()) || (site->taps && !site->layer->whole())) return {};
+          const Held held(*site, module);
+          if (site->taps && overridden(input, held)) return {};
+          const Tensor x = input.cast<Tensor>(), weight = held.weight.cast<Tensor>();
+          const auto bias = held.maybe_bias();
+          return site->taps ? call_tapped(site, x, weight, bias) : call(site, x, weight, bias, {});
+        });
+  m.def("listen",
+        [](const std::shared_ptr<Site>& site, const py::object& module, const Tensor& input, const Tensor& output) {
+          if (!site->taps) return;  // nothing was to be recorded
+          const Held held(*site, module);
+          tap(site, {input}, held.weight.cast<Tensor>(), held.maybe_bias(), output);
+        });
+  m.def("count", [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
+                    const std::optional<Tensor>& bias) { begin_use(site, input, weight, bias); });
   m.def(
       "tap",
       [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
@@ -330,13 +312,11 @@ void bind_capture(py::module_& m) {
   py::class_<Recurrence>(m, "Recurrence")
       .def(py::init([](int64_t cell, bool biases, bool both_ways, bool projects, bool single, bool training,
                        const std::vector<std::optional<Tensor>>& packing) {
-             Recurrence of{static_cast<Cell>(cell), biases, both_ways, projects, single, training, {}};
-             Tensor* const to[] = {&of.packing.batch_sizes, &of.packing.rows, &of.packing.sorted, &of.packing.unsorted};
-             for (size_t k = 0; k < packing.size() && k < 4; ++k) *to[k] = packing[k].value_or(Tensor());
-             return of;
-           }),
-           py::arg("cell"), py::arg("biases"), py::arg("both_ways"), py::arg("projects"), py::arg("single"),
-           py::arg("training"), py::arg("packing"));
+        Recurrence of{static_cast<Cell>(cell), biases, both_ways, projects, single, training, {}};
+        Tensor* const to[] = {&of.packing.batch_sizes, &of.packing.rows, &of.packing.sorted, &of.packing.unsorted};
+        for (size_t k = 0; k < packing.size() && k < 4; ++k) *to[k] = packing[k].value_or(Tensor());
+        return of;
+      }));
   py::class_<Gathered, std::shared_ptr<Gathered>>(m, "Gathered")
       .def(py::init<>())
       .def_readonly("operands", &Gathered::operands);
@@ -348,7 +328,7 @@ void bind_capture(py::module_& m) {
         const Output out =
             call_recurrent(sites, of, {input, state.value_or(Tensor()), cell.value_or(Tensor()), weights}, into);
         const auto turned = [](const Tensor& t) {  // [directions, B, *]
-          return t.defined() ? std::optional<Tensor>(of_its_own(t.transpose(0, 1))) : std::nullopt;
+          return t.defined() ? of_its_own(t.transpose(0, 1)) : t;
         };
         return std::make_tuple(of_its_own(out.states), turned(out.last), turned(out.last_cells));
       },

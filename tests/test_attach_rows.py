@@ -225,6 +225,16 @@ def test_experts_that_are_given_the_rows_of_their_tokens(way, options):
     exact_steps(experts, *batches, loss=next_words, **options)
 
 
+@a_few_modes
+@pytest.mark.parametrize("way", ["index_add", "put"])
+def test_experts_in_a_checkpoint(way, options):
+    """Which rows they are given is read from what their block saved."""
+    model = Model(lambda m, ids: checkpoint(m.block, ids, use_reentrant=False), block=Experts(way))
+    next_words = lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.flatten())  # noqa: E731
+    exact_steps(model.double(), *(torch.randint(0, WORDS, shape) for shape in SHAPES),
+                loss=next_words, **options)  # fmt: skip
+
+
 @pytest.mark.skipif(not ops.NATIVE, reason="layers run again by backwards there")
 def test_batches_that_send_other_rows_need_no_further_proof(backwards):
     model, proofs = Experts().double(), []

@@ -181,13 +181,23 @@ def test_what_is_routed_may_be_data():
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["reentrant", ""])
-def test_in_a_checkpoint(again):
-    through = Model(lambda m, *h: checkpoint(m.experts, *h, use_reentrant=again), experts=Experts())
-    model = mixture(through).double()
+@of_ways
+def test_in_a_checkpoint(way, again, backwards):
+    """Served at their nodes as without it, and proven once, unless it is reentrant."""
+    (dtype, rtol), experts = precision(way), WAYS[way]()
+    through = Model(lambda m, *h: checkpoint(m.experts, *h, use_reentrant=again), experts=experts)
+    model = mixture(through).to(dtype)
     with torchgradx.attach(model) as probe:
         for _ in range(2):
-            refusal = step_or_refused(probe, model, samples(), words="reentrant")
-            assert again or not refusal
+            backwards.clear()
+            x = torch.randn(N, 16 * T, D, dtype=dtype)  # each expert has rows
+            if again:
+                step_or_refused(probe, model, x, words="reentrant")
+            else:
+                exact_step(probe, model, x, rtol=rtol, want=loop(model, square, x, dtype=dtype))
+        if not again and torchgradx.ops.NATIVE:
+            assert not backwards
+            assert "run again" not in str(probe.explain())
 
 
 @of_ways

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .extension import NATIVE
 from .graph.arguments import batch_size, is_broadcast, tensors_in
 from .graph.modes import without_user_modes
+from .hooks.copies import stock_of
 from .hooks.engine import weakly
 from .layers.table import Parameters, find_layers
 from .options import check as check_options
@@ -35,6 +36,7 @@ from .record.record import Record
 from .record.tokens import TokenWatch
 from .refusals import cause
 from .sharding import why_not_recorded
+from .sites.experts import keeping_forward_of, may_route
 from .sites.native import Context, Hooks, call_of_hook, is_running
 from .sites.site import ProbeParts, Site, site_of
 from .sites.standing import StandIns
@@ -112,6 +114,9 @@ class Attachment:
                 site = site_of(modules[layer.name], layer, index, context)
                 self._sites.append(site)
                 self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
+            for module in filter(may_route, modules.values()):
+                if module is not model and stock_of(type(module)) is type(module):  # not replaced
+                    self._standing.put(module, keeping_forward_of)[id(module)] = module
             self._recorder.shields = not self._options["weight_grad"]
             self._audit.hook_rerun_parameters()
             self._recorder.keeps_tape = self._options["clip"]

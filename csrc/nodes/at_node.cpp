@@ -134,8 +134,7 @@ class AtNode : public torch::autograd::FunctionPreHook {
     if (terms_->wants != Terms::kElse && grads[0].defined() && serve(grads[0])) return grads;
     py::gil_scoped_acquire gil;
     py::tuple given(grads.size());
-    for (size_t k = 0; k < grads.size(); ++k)
-      given[k] = grads[k].defined() ? py::cast(grads[k]) : py::object(py::none());
+    for (size_t k = 0; k < grads.size(); ++k) given[k] = grads[k];  // None where it is not defined
     terms_->otherwise.function(stop_->station, given);
     return grads;
   }
@@ -202,11 +201,9 @@ void serve_at(Node& node, std::shared_ptr<Pass> pass, std::shared_ptr<const Stop
 }
 
 void bind_at_node(py::module_& m) {
-  py::class_<Terms, std::shared_ptr<Terms>>(m, "Terms")
-      .def(py::init<py::object, py::object>(), py::arg("ask"), py::arg("otherwise"));
+  py::class_<Terms, std::shared_ptr<Terms>>(m, "Terms").def(py::init<py::object, py::object>());
   py::class_<Stop, std::shared_ptr<Stop>>(m, "Stop").def(
-      py::init<int64_t, int64_t, bool, std::map<int64_t, std::array<int64_t, 2>>>(), py::arg("node"),
-      py::arg("station"), py::arg("sequence"), py::arg("leaves"));
+      py::init<int64_t, int64_t, bool, std::map<int64_t, std::array<int64_t, 2>>>());
 }
 
 }  // namespace torchgradx

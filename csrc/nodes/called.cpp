@@ -59,32 +59,29 @@ Tensor end_of(const Tensor& t) {
 }  // namespace
 
 void bind_called(py::module_& m) {
-  m.def(
-      "called",  // None: there is more to ask; else (pass, use, node of the output, its number, version, autocast)
-      [](const Recorder& recorder, int64_t site, const py::object& module, const py::tuple& names,
-         const py::tuple& places, uint64_t first, const py::tuple& args, const py::object& out) -> py::object {
-        std::vector<Tensor> given, outputs;
-        if (!at::GradMode::is_enabled() || recorder.depth() == 0 || observed()) return py::none();
-        if (!tensors(args, given) || !tensors(py::make_tuple(out), outputs)) return py::none();
-        const Tensor& output = outputs[0];
-        const auto slots = trained(module, names, places);
-        const auto run = recorder.current();
-        if (!run || slots.empty() || !output.requires_grad() || !output.grad_fn() || output.dim() == 0)
-          return py::none();
-        const int64_t use = run->call(site, slots, output.sizes(), given);
-        std::vector<int64_t> those;
-        for (const Slot& slot : slots) those.push_back(slot.first);
-        run->enclose(those, first);
-        const Tensor end = end_of(output);
-        run->watch(use, end);
-        const auto device = output.device().type();
-        const bool casts = at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
-        const auto node = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(end.grad_fn()));
-        return py::make_tuple(run, use, node, end.output_nr(), output._version(),
-                              casts ? py::cast(at::autocast::get_autocast_dtype(device)) : py::object(py::none()));
-      },
-      py::arg("recorder"), py::arg("site"), py::arg("module"), py::arg("names"), py::arg("places"), py::arg("first"),
-      py::arg("args"), py::arg("out"));
+  m.def("called",  // None: there is more to ask; else (pass, use, node of the output, its number, version, autocast)
+        [](const Recorder& recorder, int64_t site, const py::object& module, const py::tuple& names,
+           const py::tuple& places, uint64_t first, const py::tuple& args, const py::object& out) -> py::object {
+          std::vector<Tensor> given, outputs;
+          if (!at::GradMode::is_enabled() || recorder.depth() == 0 || observed()) return py::none();
+          if (!tensors(args, given) || !tensors(py::make_tuple(out), outputs)) return py::none();
+          const Tensor& output = outputs[0];
+          const auto slots = trained(module, names, places);
+          const auto run = recorder.current();
+          if (!run || slots.empty() || !output.requires_grad() || !output.grad_fn() || output.dim() == 0)
+            return py::none();
+          const int64_t use = run->call(site, slots, output.sizes(), given);
+          std::vector<int64_t> those;
+          for (const Slot& slot : slots) those.push_back(slot.first);
+          run->enclose(those, first);
+          const Tensor end = end_of(output);
+          run->watch(use, end);
+          const auto device = output.device().type();
+          const bool casts = at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
+          const auto node = py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(end.grad_fn()));
+          return py::make_tuple(run, use, node, end.output_nr(), output._version(),
+                                casts ? py::cast(at::autocast::get_autocast_dtype(device)) : py::object(py::none()));
+        });
   m.def("undelivered",  // calls a parameter's hook where `delivered` lacks (backward, place), and in an audit
         [](const Recorder& recorder, const py::set& delivered, int64_t place, const py::object& hook,
            const py::object& gradient) -> py::object {

@@ -146,16 +146,14 @@ void bind_outline(py::module_& m) {
       .def("nodes", &Outline::nodes)
       .def("guard", &Outline::guard)
       .def("numbers", &Outline::numbers);
-  m.def(
-      "hooked",  // whether a node has hooks besides so many, which may change gradients
-      [](const py::object& node, size_t before, size_t after) {
-        if (!torch::autograd::THPCppFunction_Check(node.ptr())) return true;
-        Node& of = *reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
-        return !of.tensor_pre_hooks().empty() ||
-               count<torch::autograd::PyFunctionPreHook>(of.pre_hooks(), "PyFunctionPreHook") > before ||
-               count<torch::autograd::PyFunctionPostHook>(of.post_hooks(), "PyFunctionPostHook") > after;
-      },
-      py::arg("node"), py::arg("before"), py::arg("after"));
+  m.def("hooked",  // whether a node has hooks besides so many, which may change gradients
+        [](const py::object& node, size_t before, size_t after) {
+          if (!torch::autograd::THPCppFunction_Check(node.ptr())) return true;
+          Node& of = *reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata;
+          return !of.tensor_pre_hooks().empty() ||
+                 count<torch::autograd::PyFunctionPreHook>(of.pre_hooks(), "PyFunctionPreHook") > before ||
+                 count<torch::autograd::PyFunctionPostHook>(of.post_hooks(), "PyFunctionPostHook") > after;
+        });
 }
 
 }  // namespace torchgradx

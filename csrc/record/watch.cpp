@@ -240,8 +240,7 @@ thread_local Watch* Watch::watching = nullptr;
 
 void bind_watch(py::module_& m) {
   py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
-      .def(py::init<const std::vector<Tensor>&, const std::vector<Tensor>&, int64_t, int64_t>(), py::arg("constants"),
-           py::arg("data"), py::arg("n"), py::arg("batch_dim"))
+      .def(py::init<const std::vector<Tensor>&, const std::vector<Tensor>&, int64_t, int64_t>())
       .def("stop", &Watch::stop)
       .def("holds", &Watch::holds)
       .def("knows_constant", &Watch::is_constant)

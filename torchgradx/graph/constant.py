@@ -108,35 +108,29 @@ class WatchMode(TorchDispatchMode):
         return self._bits.get((node, number), False)
 
     def knows_constant(self, t: Tensor) -> bool:
-        storage = _storage_of(t)
-        if storage is None:
-            return False
-        memory = self._memories.get(storage._cdata)
-        if memory is not None:
+        if (memory := self._find(t)) is not None:
             return memory.is_constant
         # A scalar that Python made, or a parameter that fully_shard gathered.
         return not t.dim() or (t.is_leaf and t.requires_grad)
 
     def is_picked(self, t: Tensor) -> bool:
-        storage = _storage_of(t)
-        memory = None if storage is None else self._memories.get(storage._cdata)
-        return memory is not None and memory.is_picked
+        return (memory := self._find(t)) is not None and memory.is_picked
 
     def unpick(self, t: Tensor) -> None:
-        storage = _storage_of(t)
-        if storage is not None and storage._cdata in self._memories:
-            known = self._memories[storage._cdata]
-            self._memories[storage._cdata] = known._replace(is_picked=False)
+        if (memory := self._find(t)) is not None:
+            self._mark(t, memory.is_constant, False, memory.stride)
 
     def holds(self, t: Tensor) -> int:
         """Return which of the first two dimensions holds the samples; -1: neither is known to."""
         stride = self._known_stride(t)
         return next((dim for dim in (0, 1) if stride > 0 and stride == self._stride(t, dim)), -1)
 
-    def _known_stride(self, t: Tensor) -> int:
+    def _find(self, t: Tensor) -> _Memory | None:
         storage = _storage_of(t)
-        memory = None if storage is None else self._memories.get(storage._cdata)
-        return 0 if memory is None else memory.stride
+        return None if storage is None else self._memories.get(storage._cdata)
+
+    def _known_stride(self, t: Tensor) -> int:
+        return 0 if (memory := self._find(t)) is None else memory.stride
 
     def _stride(self, t: Tensor, d: int) -> int:
         """Return the elements from one sample to the next if dimension d has rows n*T+t, else 0."""

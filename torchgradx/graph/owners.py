@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch import Tensor
 from .indices import select_along, select_by_indices
 from .layout import nodes_in_order
 from .nodes import Edge, Node, is_leaf, shape_of, to_signed
+from .unpacking import saved_value
 
 Sizes = Sequence[int]
 Outs = dict[int, "Owned"]  # by the outputs of a node
@@ -97,15 +97,6 @@ def _counts(shape: Sizes) -> list[int]:
 def _dims(shape: Sizes, length: int) -> int:
     """Return the number of leading dimensions that have so many rows; -1: none."""
     return next((k for k, rows in enumerate(_counts(shape)) if rows == length), -1)
-
-
-def saved_value(node: Node, key: str) -> Any:
-    """Return what a node saved; None if it is saved through hooks, or absent."""
-    raw = getattr(node, f"_raw_saved_{key}", None)
-    tensors = raw if isinstance(raw, (list, tuple)) else [raw]
-    if any(getattr(t, "unpack_hook", None) is not None for t in tensors):
-        return None
-    return getattr(node, f"_saved_{key}", None)
 
 
 def mask_joins(mask: Tensor, owners: Tensor, n: int) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..extension import _C, NATIVE
 from .nodes import Node, is_leaf, nodes_below, shape_of, to_signed
+from .unpacking import is_hooked
 
 # Nodes that read rows of their operand by index, or write rows of their output by index.
 READS = {f"{name}Backward0" for name in (
@@ -114,8 +115,9 @@ def _indices(node: Node, name: str, n: int) -> Iterator[Tensor | None]:
     raw = getattr(node, f"_raw_saved_{key}")
     raw = [*raw] if isinstance(raw, (list, tuple)) else [raw]
     dim = _dim(node) % max(1, len(shape))
-    if any(getattr(t, "unpack_hook", t) is not None for t in raw):
-        if name in ANY_DIM or any(_may_hold(shape, d, n) for d in range(dim, dim + len(raw))):
+    if hooked := [dim + k for k, t in enumerate(raw) if is_hooked(t)]:
+        end = dim + 1 if key != "indices" else len(shape)  # a mask is for several dimensions
+        if name in ANY_DIM or any(_may_hold(shape, d, n) for d in range(hooked[0], end)):
             yield None
         return
     value = getattr(node, f"_saved_{key}")

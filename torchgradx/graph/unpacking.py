@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,36 @@ from ..sharding import is_fsdp_node
 SavedHook = tuple[Callable[[Any], Tensor], Any]  # the unpack hook, and its argument
 SAVED_NAMES: dict[str, list[str]] = {}  # attributes of saved tensors, by the name of the node
 Holder: Any = getattr(checkpoint, "_Holder", ())  # what a checkpoint saves in place of a tensor
+INDICES = (torch.int32, torch.int64)
+
+
+class Kept(NamedTuple):
+    """An index that was saved through a hook, beside what the hook made of it."""
+
+    packed: Any
+    index: Tensor
+
+
+@contextlib.contextmanager
+def indices_kept() -> Iterator[None]:
+    """Keep the indices that nodes save inside through the user's hooks, so that they can be read.
+    The hooks are called as before: a checkpoint counts what is saved."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or torch._C._current_graph_task_id() != -1:  # none, or a recomputation
+        yield
+        return
+    user_pack, user_unpack = hooks
+
+    def pack(t: Tensor) -> Any:
+        packed, is_index = user_pack(t), t.dtype in INDICES and t.dim() <= 3  # not of a MaxPool2d
+        return Kept(packed, t.detach()) if is_index else packed
+
+    @wraps(user_unpack)
+    def unpack(saved: Any) -> Tensor:
+        return saved.index if isinstance(saved, Kept) else user_unpack(saved)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def can_ask(node: Any) -> tuple[bool, bool]:
@@ -95,7 +126,7 @@ def _saved_hooks(node: Any) -> list[SavedHook] | None:
 
 def _can_repeat(saved: SavedHook) -> bool:
     hook, data = saved
-    return isinstance(data, Holder) or _offloads(hook)
+    return isinstance(data, (Holder, Kept)) or _offloads(hook)
 
 
 def _offloads(hook: Any) -> bool:
@@ -105,6 +136,19 @@ def _offloads(hook: Any) -> bool:
 def saves_through_hooks() -> bool:
     """Return True if saved tensors go through hooks now: a checkpoint's, offloading, or others."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def saved_value(node: Any, key: str) -> Any:
+    """Return what a node saved; None if it is absent, or saved through hooks and not kept."""
+    raw: Any = getattr(node, f"_raw_saved_{key}", None)
+    tensors = raw if isinstance(raw, (list, tuple)) else [raw]
+    is_known = all(isinstance(t.data, Kept) for t in tensors if is_hooked(t))
+    return getattr(node, f"_saved_{key}", None) if is_known else None
+
+
+def is_hooked(raw: Any) -> bool:
+    """Return True if a raw saved tensor went through hooks."""
+    return getattr(raw, "unpack_hook", None) is not None
 
 
 def save_leaf(leaf: Any) -> Any:

@@ -23,7 +23,8 @@ from ..gradients.grouped import Grouped, Pairs
 from ..gradients.products import CAST, LINKS, POINTWISE, is_transpose
 from ..graph.layout import Watched, owners
 from ..graph.nodes import Node, is_leaf, shape_of, to_signed
-from ..graph.owners import MAPPING, ROWS_OPERAND, Owned, owners_within, saved_value
+from ..graph.owners import MAPPING, ROWS_OPERAND, Owned, owners_within
+from ..graph.unpacking import indices_kept, is_hooked, keep_handles, saved_value
 from ..hooks.copies import untraced
 from .several import End
 
@@ -75,7 +76,9 @@ class ExpertProduct:
         if not self.saved_name:  # a bias [O], or one for each row
             fits = out[1:] == sizes and shape == (sizes if is_one else out)
             return fits and len(sizes) == 1 and not self.transposed
-        if saved_value(self.node, self.saved_name) is None or is_one != (name in SINGLE):
+        raw = getattr(self.node, f"_raw_saved_{self.saved_name}")
+        is_saved = is_hooked(raw) or saved_value(self.node, self.saved_name) is not None
+        if not is_saved or is_one != (name in SINGLE):
             return False
         if self.transposed != (self.saved_name == "mat2"):
             sizes = sizes[::-1]
@@ -99,7 +102,8 @@ class ExpertProduct:
         if g is None:
             g = parameter.new_zeros(shape_of(self.node, 0))
         saved = self.saved_name
-        rows = getattr(self.node, f"_saved_{saved}") if saved else g.new_ones(len(g), 1)
+        with keep_handles(self.node):
+            rows = getattr(self.node, f"_saved_{saved}") if saved else g.new_ones(len(g), 1)
         if saved == "mat2":  # a matrix @ columns
             g, rows = g.mT, rows.mT
         left, right = (t.detach().flatten(0, -2).to(parameter.dtype) for t in (rows, g))
@@ -176,6 +180,25 @@ def is_experts(module: nn.Module) -> bool:
     all_own = len(parameters) == len([*module.parameters(recurse=False)])
     dims = {p.dim() for p in parameters}
     return all_own and 3 in dims <= {2, 3} and len({len(p) for p in parameters}) == 1
+
+
+def may_route(module: nn.Module) -> bool:
+    """Return True if a module may choose rows, for itself or its children: it may have experts."""
+    children = [c for c in module.children() if type(c) is not nn.ModuleDict]
+    has_list = any(isinstance(c, (nn.ModuleList, nn.ModuleDict)) for c in children)
+    return has_list or any(map(is_experts, (module, *children)))
+
+
+def keeping_forward_of(stock: Any, sites: Mapping[int, Any]) -> Callable[..., Any]:
+    """Return a forward for `make_subclass`: in a checkpoint, the indices of rows can be read."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in sites or torch.compiler.is_dynamo_compiling():
+            return stock.forward(self, *args, **kwargs)
+        with indices_kept():
+            return stock.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def find_products(

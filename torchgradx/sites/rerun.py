@@ -178,7 +178,7 @@ class FallbackSite(Delivery):
         # Not the base of one of several outputs: another output may be computed from it.
         end, is_hooked = end_of(first) if single else first, saves_through_hooks()
         products = NO_PRODUCTS
-        if self._may_have_products and single and recorded and not is_hooked:
+        if self._may_have_products and single and recorded:
             leads = first.shape[: self.leads(first.dim())]
             rest = run.n, self.presumed, self._call.first
             with contextlib.suppress(Exception):  # the module runs again instead
