@@ -18,7 +18,7 @@ import timing  # noqa: E402
 from fresh import rows_of  # noqa: E402
 from rivals import RIVALS, judged  # noqa: E402
 from timing import Budget, interleaved  # noqa: E402
-from workloads import OURS, QUICK, WORKLOADS, by_loop, check, classifier, inner  # noqa: E402
+from workloads import OURS, QUICK, WORKLOADS, by_loop, check, classifier  # noqa: E402
 
 RESULTS = json.loads(readme.RESULTS.read_text())
 
@@ -34,22 +34,11 @@ def small():
     return classifier(nn.Sequential(*layers), torch.randn(5, 3, 6, 6))
 
 
-def circular():
-    torch.manual_seed(0)
-    return inner(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), 5, 3, 6, 6)
-
-
 @pytest.mark.parametrize("rival", RIVALS)
 def test_a_rival_is_right_where_it_knows_all_layers_or_not_installed(rival):
     seen = verdict(rival, small())
     needs_a_package = any(name in rival for name in ("Opacus", "BackPACK", "fastDP"))
     assert seen == "right" or (needs_a_package and seen == "not installed")
-
-
-@pytest.mark.parametrize("rival", ["Opacus hooks", "BackPACK"])
-def test_a_rival_that_ignores_the_padding_mode_is_shown_as_wrong(rival):
-    pytest.importorskip(rival.split()[0].lower())
-    assert verdict(rival, circular()).startswith("wrong ")
 
 
 @pytest.mark.parametrize("way", OURS)
@@ -94,10 +83,6 @@ class Clock:
 
         return run
 
-    def ratios(self, budget, plain=1.0, **steps):
-        made = {name: self.step(name, *takes) for name, takes in steps.items()}
-        return interleaved(self.step(".", plain), made, budget)
-
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -108,15 +93,6 @@ def test_a_ratio_is_to_the_mean_of_the_plain_steps_before_and_after(clock):
     plain = clock.step(".", 1.0, 3.0)
     ratio = interleaved(plain, {"a": clock.step("a", 2.0, 4.0)}, Budget(2))["a"]
     assert (ratio.median, ratio.plain_milliseconds) == (2.0, 1500)  # the first has one neighbour
-
-
-@pytest.mark.parametrize("seconds", [0, 10, 100])
-def test_no_round_begins_after_the_time_of_all_ways(clock, seconds):
-    budget = Budget(3, seconds, error=0)
-    ratios = clock.ratios(budget, a=(0.5, 1.5), b=(1.5, 0.5))
-    rounds = ratios["a"].rounds
-    assert rounds == ratios["b"].rounds >= 3
-    assert 4 * (rounds - 1) < 2 * seconds <= 4 * rounds or rounds == 3
 
 
 # compare.py
@@ -140,11 +116,8 @@ COMPARED = [
     ({"fused": {"median": 1.1, "p20": 1.01, "p80": 1.2}}, []),  # within the spread
     ({"fused": {**SLOWER, "rounds": 3}}, []),  # within three standard errors
     ({"fused": {**SLOWER, "rounds": 1}}, []),  # whose spread nobody knows
-    ({"fused": {"median": 0.9, "p20": 0.8, "p80": 0.95}}, []),  # faster
-    ({"fused": {"median": 1.019, "p20": 1.0201, "p80": 1.03}}, []),  # too little to matter
     ({"gram": SLOWER}, ["linear N=8 T=4 I=2 O=3: gram / GEMM"]),
     ({"memory": {"ratio": 1.04}}, ["MLP: fused, memory"]),
-    ({"memory": {"ratio": 1.02}}, []),
 ]
 
 
@@ -157,12 +130,6 @@ def test_compare_fails_where_a_median_is_slower_beyond_the_spread(changes, worse
     shown = capsys.readouterr().out
     assert all(name in shown for name in worse)
     assert shown.splitlines()[-1].startswith(f"{len(worse)} of 3 times and 1 peaks")
-
-
-def test_compare_names_what_is_missing():
-    new = results()
-    del new["rows"][0]["ratios"]["scoring"]
-    assert compare.compared(results(), new) == ([], ["MLP, warm heap, 1 threads: scoring"])
 
 
 # The committed results and what is made of them

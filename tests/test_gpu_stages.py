@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from processes import python, run
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +18,7 @@ sys.path += [str(SCRIPT.parent), str(ROOT / "build_tools")]
 import isolated  # noqa: E402
 import kept  # noqa: E402
 from gpu_models import MODELS  # noqa: E402
-from gpu_plan import ROWS, Ceilings, Conv, conv2d, linear  # noqa: E402
+from gpu_plan import Ceilings, Conv, conv2d, linear  # noqa: E402
 from isolated import Processes, Task  # noqa: E402
 
 
@@ -88,23 +87,12 @@ def test_without_a_gpu_the_benchmark_says_so_in_one_line():
     assert "sees no GPU" in done.stderr
 
 
-def test_planned_convolutions_have_the_outputs_that_torch_gives_them():
-    for layer in (row.layer for row in ROWS if row.layer.conv):
-        c = layer.conv
-        x = torch.empty(layer.n, c.channels, c.size, c.size, device="meta")
-        weight = torch.empty(layer.o, c.channels, c.kernel, c.kernel, device="meta")
-        out = F.conv2d(x, weight, None, c.stride, c.padding)
-        assert (out[:, 0].numel(), weight[0].numel()) == (layer.n * layer.t, layer.i)
-
-
 def test_a_floor_is_of_the_scarcer_of_flop_and_bytes():
     peak = Ceilings(1e12, {"bfloat16": 1e14})
     long = linear("", 8, 1024, 768, 768)
     assert peak.floor(long, "fused", "bfloat16") == 2 * 8 * 1024 * 768**2 / 1e14
     short = linear("", 4096, 1, 1024, 1024)
     assert peak.floor(short, "rank1", "bfloat16") == 2 * 4096 * 2048 / 1e12
-    image = conv2d("", 2, 8, Conv(4, 6, 3))  # read once, not nine times
-    assert image.bytes("direct", "float32") == 4 * (2 * 4 * 36 + 2 * 36 * 8)
     strided = conv2d("", 2, 8, Conv(4, 6, 1, 2))  # three pixels of four are in no patch
     assert strided.bytes("direct", "float32") == 4 * (2 * 4 * 9 + 2 * 9 * 8)
 
@@ -142,11 +130,6 @@ def test_a_stage_that_fails_hides_no_other(tmp_path, broken):
     assert "--limit 131 --each 30" in (logs / "models.log").read_text()
     with tarfile.open(tmp_path / "out/gpu.tar.gz") as made:
         assert {f"build/gpu/logs/{stage}.log" for stage in STAGES} <= set(made.getnames())
-
-
-def test_a_build_that_fails_ends_the_run(tmp_path):
-    done, seen = run_stages(tmp_path, "build_tools/kept.py")
-    assert (seen[:-1], done.returncode) == (["build"], 1)
 
 
 def test_stages_are_run_by_name_behind_the_build_that_is_kept(tmp_path):

@@ -104,8 +104,7 @@ def padded(m, ids):
 
 def pictured(m, ids):
     """As Qwen's: patches of pictures are flat rows, and places of words come of rows of ids."""
-    colours = ids[:, :4, None] / torch.ones(8).to(m.inner.weight)
-    patches = m.inner(colours.flatten(0, 1)).tanh()
+    patches = m.inner((ids[:, :4, None] / m.places.weight[0].exp()).flatten(0, 1)).tanh()
     places = torch.stack([row[row > 0] for row in ids]).cumsum(1)[..., None]
     return m.head(m.words(ids) * places.cos() + patches.view(-1, 4, 8).sum(1, keepdim=True))
 

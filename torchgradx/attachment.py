@@ -36,10 +36,10 @@ from .record.record import Record
 from .record.tokens import TokenWatch
 from .refusals import cause
 from .sharding import why_not_recorded
-from .sites.experts import keeping_forward_of, may_route
+from .sites.experts import may_route
 from .sites.native import Context, Hooks, call_of_hook, is_running
 from .sites.site import ProbeParts, Site, site_of
-from .sites.standing import StandIns
+from .sites.standing import StandIns, keeping_forward_of
 from .sites.trace import Trace, TracedCall, outside, root_of
 
 if NATIVE:

@@ -12,10 +12,6 @@ at::ScalarType sums_of(const Tensor& t) {
   return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-std::optional<Tensor> given(const Tensor& t) {
-  return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
-}
-
 class Affine : public Elementwise {
  public:
   explicit Affine(double eps) : eps_(eps) {}
@@ -32,11 +28,11 @@ class Affine : public Elementwise {
   }
 
   Tensor sq_norms(const Operands& o, Algorithm, bool bias) const override {
-    return affine_sq_norms(o.activations, o.grad_output, given(o.mean), o.rstd, bias);
+    return affine_sq_norms(o.activations, o.grad_output, maybe(o.mean), o.rstd, bias);
   }
   std::pair<Gradients, Tensor> fused(const Operands& o, const Tensor& weight, const Wanted& wanted) const override {
     auto [input, grad_weight, grad_bias, sq] =
-        affine_fused(o.activations, o.grad_output, weight, given(o.mean), o.rstd, frozen(), std::nullopt, wanted.bias);
+        affine_fused(o.activations, o.grad_output, weight, maybe(o.mean), o.rstd, frozen(), std::nullopt, wanted.bias);
     return {{restored(input, o.shape), grad_weight, wanted.bias ? grad_bias : Tensor()}, sq};
   }
 
@@ -48,13 +44,13 @@ class Affine : public Elementwise {
                                                const Wanted& wanted) const override {
     const std::optional<Tensor> to = wanted.input ? std::optional<Tensor>(weight) : std::nullopt;
     auto [input, sq, gradients] =
-        affine_by_sample(o.activations, o.grad_output, to, given(o.mean), o.rstd, frozen(), wanted.bias);
+        affine_by_sample(o.activations, o.grad_output, to, maybe(o.mean), o.rstd, frozen(), wanted.bias);
     return {wanted.input ? restored(input, o.shape) : Tensor(), sq, gradients};
   }
 
   Gradients scaled(const Operands& o, const Tensor& weight, const Tensor& scale, const Wanted& wanted) const override {
     const auto [input, grad_weight, grad_bias, sq] =
-        affine_fused(o.activations, o.grad_output, weight, given(o.mean), o.rstd, frozen(), scale, wanted.bias);
+        affine_fused(o.activations, o.grad_output, weight, maybe(o.mean), o.rstd, frozen(), scale, wanted.bias);
     return {{}, grad_weight, wanted.bias ? grad_bias : Tensor()};
   }
 

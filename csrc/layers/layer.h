@@ -13,19 +13,15 @@ namespace torchgradx {
 
 // rows n*T+t | rows t*N+n | rows of no sample, as those of a position table | no way to them shows | [T, N K, *] | from
 // here on: as one of the pass's Segments says
-enum class Layout : int64_t {
-  kAuto = -1,
-  kBatch = 0,
-  kSequence = 1,
-  kShared = 2,
-  kNowhere = 3,
-  kSecond = 4,
-  kSegments = 16
-};
+enum class Layout : int64_t { kAuto = -1, kBatch, kSequence, kShared, kNowhere, kSecond, kSegments = 16 };
 enum class Algorithm : int64_t { kRank1 = 0, kGram = 1, kDirect = 2, kFused = 3 };  // as in plan/cost.py
 
 namespace cpu {
 struct SharedGrads;
+}
+
+inline std::optional<Tensor> maybe(const Tensor& t) {
+  return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
 }
 
 struct Saved {  // of a forward, besides the weight

@@ -40,10 +40,6 @@ struct Weights {  // of one direction
   Tensor ih, hh, ih_bias, hh_bias, hr;
 };
 
-inline std::optional<Tensor> maybe(const Tensor& t) {
-  return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
-}
-
 inline Weights weights_of(const Recurrence& of, const Tensors& all, int64_t direction) {
   const Tensor* w = all.data() + direction * of.weights();
   Weights found{w[0], w[1], {}, {}, {}};

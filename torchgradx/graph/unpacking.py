@@ -30,7 +30,7 @@ class Kept(NamedTuple):
     """An index that was saved through a hook, beside what the hook made of it."""
 
     packed: Any
-    index: Tensor
+    value: Tensor
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def indices_kept() -> Iterator[None]:
 
     @wraps(user_unpack)
     def unpack(saved: Any) -> Tensor:
-        return saved.index if isinstance(saved, Kept) else user_unpack(saved)
+        return saved.value if isinstance(saved, Kept) else user_unpack(saved)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

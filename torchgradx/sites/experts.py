@@ -24,7 +24,7 @@ from ..gradients.products import CAST, LINKS, POINTWISE, is_transpose
 from ..graph.layout import Watched, owners
 from ..graph.nodes import Node, is_leaf, shape_of, to_signed
 from ..graph.owners import MAPPING, ROWS_OPERAND, Owned, owners_within
-from ..graph.unpacking import indices_kept, is_hooked, keep_handles, saved_value
+from ..graph.unpacking import is_hooked, keep_handles, saved_value
 from ..hooks.copies import untraced
 from .several import End
 
@@ -187,18 +187,6 @@ def may_route(module: nn.Module) -> bool:
     children = [c for c in module.children() if type(c) is not nn.ModuleDict]
     has_list = any(isinstance(c, (nn.ModuleList, nn.ModuleDict)) for c in children)
     return has_list or any(map(is_experts, (module, *children)))
-
-
-def keeping_forward_of(stock: Any, sites: Mapping[int, Any]) -> Callable[..., Any]:
-    """Return a forward for `make_subclass`: in a checkpoint, the indices of rows can be read."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in sites or torch.compiler.is_dynamo_compiling():
-            return stock.forward(self, *args, **kwargs)
-        with indices_kept():
-            return stock.forward(self, *args, **kwargs)
-
-    return forward
 
 
 def find_products(
