@@ -1,11 +1,13 @@
 """Many real models: is every norm exact, and what does a step cost beside the first?
 
-    python -W ignore benchmarks/corpus.py [part of a name ...]
+    python -W ignore benchmarks/corpus.py [--checkpoint] [part of a name ...]
 
 Each class that transformers registers for text, translation and images, and each family of timm, in
 a tiny configuration with random weights, in float64 where the model runs there. Four steps on new
-batches, with SGD between: norms against a loop over single samples. Needs no download and about
-half an hour on two cores. Writes results/corpus.json, if all were asked for.
+batches, with SGD between: norms against a loop over single samples. Texts are of unequal lengths,
+padded and masked, where a model takes masks. --checkpoint: under gradient checkpointing (not
+reentrant). Needs no download and about half an hour on two cores. Writes results/corpus.json, or
+results/corpus-checkpoint.json, if all were asked for.
 
 A model is "exact", "refused" (with the text), "wrong", or "left out" (with the reason): it has no
 tiny configuration here, draws random numbers in its forward, or is not finite.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import multiprocessing
 import os
@@ -35,7 +38,8 @@ import torchgradx
 
 N, T, VOCABULARY, STEPS = 3, 12, 100, 4
 MOST, SECONDS, MEMORY = 60_000_000, 200, 14 << 30  # parameters, of one model; bytes
-OUT = ROOT / "benchmarks/results/corpus.json"
+OUT = ROOT / "benchmarks/results"
+CHECKPOINT = "--checkpoint"
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION",
          "IMAGE_CLASSIFICATION")  # fmt: skip
 
@@ -58,7 +62,8 @@ SIZES = {
             "attention_dropout", "activation_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
             "residual_dropout", "dropout_rate", "layerdrop", "encoder_layerdrop",
             "decoder_layerdrop", "drop_path_rate", "use_cache", "router_jitter_noise"),
-    "vocab_size": VOCABULARY, "bos_token_id": 1, "num_labels": 3, "patch_size": 8,
+    "vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 3,
+    "patch_size": 8,
 }  # fmt: skip
 HEADS = {
     **sized(8, "head_dim", "d_kv", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
@@ -82,8 +87,8 @@ def small(config: Any, sizes: dict[str, float]) -> Any:
     return config
 
 
-def build(task: str, name: str, kind: str, sizes: dict[str, float]) -> Any:
-    """Return a model and a function that makes inputs for it."""
+def build(task: str, name: str, kind: str, sizes: dict[str, float], masked: bool) -> Any:
+    """Return a model and a function that makes inputs for it. masked: texts are padded."""
     if task == "timm":
         import timm
 
@@ -112,6 +117,9 @@ def build(task: str, name: str, kind: str, sizes: dict[str, float]) -> Any:
             inputs["input_ids"][:, -1] = getattr(config, "eos_token_id", 2) or 2
         if task.startswith("SEQ_TO_SEQ"):
             inputs["decoder_input_ids"] = torch.randint(3, VOCABULARY - 10, (N, T - 5))
+        if masked:
+            inputs["attention_mask"] = (torch.arange(T) < torch.randint(6, T, (N, 1))).long()
+            inputs["input_ids"] *= inputs["attention_mask"]
         return inputs
 
     return model, words
@@ -140,10 +148,15 @@ def loop(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
 
 def prepared(task: str, name: str, kind: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     """Return a model that runs, in float64 if it can, and the inputs of each step."""
-    for sizes in (SIZES | HEADS, SIZES):
+    for sizes, masked in itertools.product((SIZES | HEADS, SIZES), (True, False)):
         torch.manual_seed(0)
         try:
-            model, make = build(task, name, kind, sizes)
+            model, make = build(task, name, kind, sizes, masked)
+            if CHECKPOINT in sys.argv and task == "timm":
+                model.set_grad_checkpointing()
+            elif CHECKPOINT in sys.argv:
+                options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+                model.train().gradient_checkpointing_enable(**options)
             batches = [make() for _ in range(STEPS)]
             losses(model, batches[0])
             break
@@ -249,9 +262,10 @@ def alone(job: tuple[str, str, str]) -> dict[str, Any]:
     return {"task": job[0], "model": job[2], **found}
 
 
-def main(names: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     import transformers
 
+    names = [name for name in arguments if name != CHECKPOINT]
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     jobs = [job for job in all_models() if not names or any(name in job[2] for name in names)]
@@ -262,7 +276,8 @@ def main(names: list[str]) -> None:
             print(json.dumps(row), flush=True)
     print(Counter(row["verdict"] for row in rows))
     if not names:
-        OUT.write_text(json.dumps({**facts(), **summary(rows)}, indent=1) + "\n")
+        out = OUT / ("corpus-checkpoint.json" if CHECKPOINT in arguments else "corpus.json")
+        out.write_text(json.dumps({**facts(), **summary(rows)}, indent=1) + "\n")
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
