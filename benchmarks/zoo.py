@@ -94,6 +94,19 @@ def text(kind: str, config: dict[str, Any], n: int = 8, t: int = 128) -> Example
     return Example(model, inputs, ids if "Classification" not in kind else ids[:, 0] % 2)
 
 
+def checkpointed(*arguments: Any) -> Example:
+    """Texts of unequal lengths, padded and masked; layers run again in backward."""
+    example = text(*arguments)
+    ids = example.inputs["input_ids"]
+    mask = (
+        torch.arange(ids.shape[1])
+        < torch.linspace(ids.shape[1] // 2, ids.shape[1], len(ids))[:, None]
+    )
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    example.model.train().gradient_checkpointing_enable(**options)
+    return example._replace(inputs=example.inputs | {"attention_mask": mask.long()})
+
+
 def packed(lengths: tuple[int, ...] = (32, 64, 96, 128, 128, 160, 192, 224)) -> Example:
     """GPT-2 on documents in one row: a block-diagonal mask, positions that restart."""
     config = GPT | {"n_positions": max(lengths)}
@@ -135,6 +148,8 @@ MODELS: dict[str, tuple[str, Callable[[], Example]]] = {
     "Qwen 3": ("transformers", lambda: text("Qwen3ForCausalLM", GROUPED)),
     "GPT-2, packed": ("transformers", packed),
     "Mixtral": ("transformers", lambda: text("MixtralForCausalLM", MIXTRAL)),
+    "Mixtral, checkpointed": (
+        "transformers", lambda: checkpointed("MixtralForCausalLM", MIXTRAL)),
     "T5": ("transformers", lambda: text("T5ForConditionalGeneration", T5, t=64)),
     "Mamba": ("transformers", lambda: text(
         "MambaForCausalLM", {"hidden_size": 128, "num_hidden_layers": 4}, n=4, t=64)),

@@ -18,7 +18,6 @@ sys.path += [str(SCRIPT.parent), str(ROOT / "build_tools")]
 import isolated  # noqa: E402
 import kept  # noqa: E402
 from gpu_models import MODELS  # noqa: E402
-from gpu_plan import Ceilings, Conv, conv2d, linear  # noqa: E402
 from isolated import Processes, Task  # noqa: E402
 
 
@@ -59,18 +58,9 @@ def messages(function, seconds=60):
     return list(Processes().run(Task(function), time.monotonic() + seconds))
 
 
-def dying():
-    yield {"row": 1}
-    os._exit(7)
-
-
 def hanging():
     yield {"row": 1}
     time.sleep(60)
-
-
-def test_what_a_process_reported_before_it_died_is_kept():
-    assert messages(dying) == [{"row": 1}, {"error": "its process died with exit code 7"}]
 
 
 def test_a_process_that_hangs_is_killed(monkeypatch):
@@ -85,16 +75,6 @@ def test_without_a_gpu_the_benchmark_says_so_in_one_line():
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "sees no GPU" in done.stderr
-
-
-def test_a_floor_is_of_the_scarcer_of_flop_and_bytes():
-    peak = Ceilings(1e12, {"bfloat16": 1e14})
-    long = linear("", 8, 1024, 768, 768)
-    assert peak.floor(long, "fused", "bfloat16") == 2 * 8 * 1024 * 768**2 / 1e14
-    short = linear("", 4096, 1, 1024, 1024)
-    assert peak.floor(short, "rank1", "bfloat16") == 2 * 4096 * 2048 / 1e12
-    strided = conv2d("", 2, 8, Conv(4, 6, 1, 2))  # three pixels of four are in no patch
-    assert strided.bytes("direct", "float32") == 4 * (2 * 4 * 9 + 2 * 9 * 8)
 
 
 STAGES = ["build", "facts", "wrappers", "operators", "device", "attachment", "sanitizers"]

@@ -148,7 +148,7 @@ class Watch {
       const Tensor& x = inputs[0].toTensor();
       return picks(x, dim < 0 ? dim + x.dim() : dim, inputs[places].toTensor());
     };
-    if (name == "aten::index_select" || name == "aten::gather") return of(inputs[1].toInt(), 2);
+    if ((name == "aten::index_select" || name == "aten::gather") && inputs[1].isInt()) return of(inputs[1].toInt(), 2);
     if (name == "aten::embedding") return of(0, 1);
     if (name == "aten::take") return !is_constant(inputs[1].toTensor());
     if (name != "aten::index") return std::nullopt;

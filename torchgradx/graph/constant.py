@@ -64,7 +64,7 @@ class Watch:
 
 
 # Operators that take rows of their first operand at places that the others give.
-TAKES = {f"aten::{name}" for name in ("embedding", "gather", "index", "index_select", "take")}
+TAKES = {"embedding", "gather", "index", "index_select", "take"}
 
 
 class _Memory(NamedTuple):
@@ -160,9 +160,11 @@ class WatchMode(TorchDispatchMode):
             out = func(*args, **kwargs)
         constant, picked = all(bits), any(map(self.is_picked, operands))
         if not constant:
-            name = func._schema.name
-            takes = not all(bits[1:]) if name in TAKES else torch.Tag.dynamic_output_shape in tags
-            if takes and "nonzero" not in name:
+            name, takes = _name_of(func), torch.Tag.dynamic_output_shape in tags
+            if name in TAKES:  # numbers say which rows of a constant come next, but not how many
+                places = zip(operands[1:], bits[1:], strict=True)
+                takes = any(not bit and (t.dtype is torch.bool or not bits[0]) for t, bit in places)
+            if takes and not name.startswith("nonzero"):
                 # It takes rows of data. Where a gradient flows, the graph shows it.
                 picked = picked or not any(t.requires_grad for t in operands)
             for t in _written(func, args, kwargs):
@@ -177,9 +179,8 @@ class WatchMode(TorchDispatchMode):
     def _mark(self, t: Tensor, constant: bool, picked: bool, stride: int = 0) -> None:
         storage = _storage_of(t)
         if storage is not None:
-            self._memories[storage._cdata] = _Memory(
-                StorageWeakRef(storage), constant, picked, stride
-            )
+            memory = _Memory(StorageWeakRef(storage), constant, picked, stride)
+            self._memories[storage._cdata] = memory
 
 
 def _storage_of(t: Tensor) -> torch.UntypedStorage | None:
@@ -189,12 +190,16 @@ def _storage_of(t: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+def _name_of(func: Any) -> str:
+    """Return an operator's name; "" of one of higher order."""
+    return getattr(getattr(func, "_schema", None), "name", "").removeprefix("aten::")
+
+
 def _reads_sizes_only(func: Any) -> bool:
     """Return True if an operator reads no value: zeros_like, new_ones, bernoulli(x, 0.1)."""
-    schema: Any = getattr(func, "_schema", None)
-    name: str = "" if schema is None else schema.name.removeprefix("aten::")
+    name = _name_of(func)
     if name == "bernoulli":
-        return bool(schema.overload_name == "p")
+        return bool(func._schema.overload_name == "p")
     return name.endswith("_like") or name.startswith("new_")
 
 

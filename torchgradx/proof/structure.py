@@ -119,8 +119,11 @@ class Examiner:
         exam.region = start.region.watched
         proof, ambiguous = self._run_proof(exam)
         findings = proof or [Finding(None)] * len(exam.all_watched)
+        if any(t.requires_grad and exam.forward.n not in t.shape for t in exam.forward.outputs):
+            # That output was not seeded: rows that received zeros may receive a gradient from it.
+            findings = [Finding(None) if one.once else one for one in findings]
         found, exam.zeros = self._by_use(exam, findings)
-        plan, complete = None, True
+        plan, complete = None, not any(one.once for one in findings)
         if proof is not None or exam.is_constant is not None:
             of_region = findings[len(findings) - len(exam.region) :]
             plan = self._lift.plan(exam.forward.n, start, found, of_region, proof is not None)
