@@ -192,20 +192,6 @@ def test_each_length_is_exact_whichever_came_before(options):
     exact_steps(model.double(), *batches, **options)
 
 
-@a_few_modes
-def test_live_rows_that_two_layouts_fit_are_exact(options):
-    """Of the 2 x 4 rows, first 0 and 5 are live: of samples 0 and 1, batch first or not."""
-
-    def last(m, x, at):
-        h = torch.tanh(m.a(x)).flatten(0, 1)
-        h = (h + torch.sigmoid(m.b(h))).view(x.shape)
-        return m.o(h[torch.arange(len(x)), at])
-
-    model = Model(last, a=nn.Linear(3, 3), b=nn.Linear(3, 3), o=nn.Linear(3, 2)).double()
-    batches = [(torch.randn(2, 4, 3).double(), torch.tensor(at)) for at in ([0, 1], [1, 1], [2, 3])]
-    exact_steps(model, *batches, **options)
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_a_long_bias_sum_of_the_frameworks_own_is_not_refused(seed):
     """65,536 terms, which the framework adds up in float32."""

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from .extension import NATIVE
 from .graph.arguments import batch_size, is_broadcast, tensors_in
 from .graph.modes import without_user_modes
-from .hooks.copies import stock_of
 from .hooks.engine import weakly
 from .layers.table import Parameters, find_layers
 from .options import check as check_options
@@ -37,9 +36,10 @@ from .record.tokens import TokenWatch
 from .refusals import cause
 from .sharding import why_not_recorded
 from .sites.experts import may_route
+from .sites.keeping import Keeping
 from .sites.native import Context, Hooks, call_of_hook, is_running
 from .sites.site import ProbeParts, Site, site_of
-from .sites.standing import StandIns, keeping_forward_of
+from .sites.standing import StandIns
 from .sites.trace import Trace, TracedCall, outside, root_of
 
 if NATIVE:
@@ -96,6 +96,7 @@ class Attachment:
         self._asides = 0  # open contexts that lend the model to another probe
         self._local = _OfThread()
         self._hooks: Hooks | None = None
+        self._keeping: Keeping | None = None
         self._listen(model)
         attachments.add(self)
 
@@ -114,9 +115,8 @@ class Attachment:
                 site = site_of(modules[layer.name], layer, index, context)
                 self._sites.append(site)
                 self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
-            for module in filter(may_route, modules.values()):
-                if module is not model and stock_of(type(module)) is type(module):  # not replaced
-                    self._standing.put(module, keeping_forward_of)[id(module)] = module
+            blocks = filter(may_route, modules.values())
+            self._keeping = Keeping(block for block in blocks if block is not root_of(model))
             self._recorder.shields = not self._options["weight_grad"]
             self._audit.hook_rerun_parameters()
             self._recorder.keeps_tape = self._options["clip"]
@@ -150,7 +150,7 @@ class Attachment:
             _leaving.add(self)
             return
         _leaving.discard(self)
-        for part in (self._hooks, *self._sites):
+        for part in (self._hooks, self._keeping, *self._sites):
             if part is not None:
                 part.remove()
         self._hooks = None
@@ -173,6 +173,8 @@ class Attachment:
             if not self._standing.on:
                 self._drained()
             if self._hooks is not None:
+                if self._keeping is not None and not self._local.calls:
+                    self._keeping.begin()
                 outer = self._recorder.depth() and self._recorder.current()
                 self._recorder.push(outer or self._begin(module, args, kwargs))
                 self._local.calls.append(call_of_hook())
@@ -184,6 +186,8 @@ class Attachment:
             calls.pop()
             self._recorder.pop()
             self._audit.forwards.stop()
+            if self._keeping is not None:
+                self._keeping.end()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         self._settle()

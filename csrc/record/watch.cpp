@@ -13,12 +13,12 @@
 namespace torchgradx {
 namespace {
 
-// Of a tensor's memory, which views and in-place writes share: is it constant, has data decided how many rows there are
-// of it (x[mask], and what is computed from that), and how many elements are samples apart, 0 where that is not known.
-// A weak reference keeps the address of what is gone.
+// Of a tensor's memory, which views and in-place writes share: is it constant; is it computed from Python's numbers
+// alone, as a range; has data decided how many rows there are of it (x[mask], and what is computed from that); and how
+// many elements are samples apart, 0 where that is not known. A weak reference keeps the address of what is gone.
 struct Known {
   c10::weak_intrusive_ptr<c10::StorageImpl> memory;
-  bool constant, picked;
+  bool constant, ranged, picked;
   int64_t apart;
 };
 
@@ -42,7 +42,7 @@ void tensors_in(const c10::IValue& value, std::vector<Tensor>& found) {
 
 // Of an operator, which is observed around all that it calls.
 struct Operation : at::ObserverContext {
-  bool constant = true, pointwise = false, picks = false, picked = false, of_sizes = false;
+  bool constant = true, ranged = false, pointwise = false, picks = false, picked = false, of_sizes = false;
   bool of_python = false;                  // torch.tensor(list): nobody knows of what data
   std::vector<std::vector<int64_t>> like;  // sizes of its operands that stand as an argument does
   std::vector<Tensor> written;
@@ -52,8 +52,8 @@ class Watch {
  public:
   Watch(const std::vector<Tensor>& constants, const std::vector<Tensor>& data, int64_t n, int64_t batch_dim)
       : n_(n), batch_dim_(batch_dim) {
-    for (const Tensor& t : constants) mark(t, true, false, 0);
-    for (const Tensor& t : data) mark(t, false, false, apart(t, batch_dim_));
+    for (const Tensor& t : constants) mark(t, true, false, false, 0);
+    for (const Tensor& t : data) mark(t, false, false, false, apart(t, batch_dim_));
     before_ = watching;
     watching = this;
     auto callback = at::RecordFunctionCallback(&Watch::begin, &Watch::end).needsInputs(true).needsOutputs(true);
@@ -78,12 +78,12 @@ class Watch {
     return has_storage(t) && (t.dim() == 0 || (t.requires_grad() && t.is_leaf()));
   }
   bool is_picked(const Tensor& t) const {
-    const Known* const known = find(t);
-    return known && known->picked;
+    if (const Known* const known = find(t)) return known->picked;
+    return picks && t.dim() > 0 && !(t.requires_grad() && t.is_leaf());  // of NumPy, or of a compiled part
   }
   // The graph shows which rows it took: see Forwards.note_routes.
   void unpick(const Tensor& t) {
-    if (const Known* const known = find(t)) mark(t, known->constant, false, known->apart);
+    if (const Known* const known = find(t)) mark(t, known->constant, known->ranged, false, known->apart);
   }
   // Whether it has the samples where an argument has them: a view of one along its other dimensions, or made of such
   // element by element.
@@ -98,10 +98,10 @@ class Watch {
       if (known == apart(t, dim)) return dim;
     return -1;
   }
-  void mark(const Tensor& t, bool constant, bool picked, int64_t apart) {
+  void mark(const Tensor& t, bool constant, bool ranged, bool picked, int64_t apart) {
     if (!has_storage(t)) return;
     const auto key = t.storage().unsafeGetStorageImpl();
-    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, picked, apart});
+    known_.insert_or_assign(key, Known{t.storage().getWeakStorageImpl(), constant, ranged, picked, apart});
   }
   bool consumed(const py::object& node, uint32_t number) const {
     if (!py::hasattr(node, "_input_metadata") || !torch::autograd::THPCppFunction_Check(node.ptr())) return false;
@@ -109,6 +109,7 @@ class Watch {
     const auto found = bits_.find({of, number});
     return found != bits_.end() && found->second;
   }
+  bool picks = false;  // data decided a count of rows somewhere
   static thread_local Watch* watching;
 
  private:
@@ -129,6 +130,10 @@ class Watch {
     const auto found = has_storage(t) ? known_.find(t.storage().unsafeGetStorageImpl()) : known_.end();
     return found == known_.end() ? nullptr : &found->second;
   }
+  bool is_ranged(const Tensor& t) const {
+    const Known* const known = find(t);
+    return known ? known->ranged : t.dim() == 0;  // a number that Python made
+  }
   int64_t known_apart(const Tensor& t) const {
     const Known* const known = find(t);
     return known ? known->apart : 0;
@@ -136,26 +141,29 @@ class Watch {
 
   // Whether places, from this dimension of x on, pick rows by data. Those of x[:, places] stay in their samples, and
   // numbers say which rows of a constant x come next, but not how many.
-  bool picks(const Tensor& x, int64_t dim, const Tensor& places) const {
+  bool takes(const Tensor& x, int64_t dim, const Tensor& places) const {
     const bool mask = places.scalar_type() == at::kBool;
     const int64_t end = dim + (mask ? places.dim() : 1);
     const bool of_samples = !stands(x) || (dim <= batch_dim_ && batch_dim_ < end);
-    return of_samples && !is_constant(places) && (mask || !is_constant(x));
+    return of_samples && !is_ranged(places) && (mask || !is_constant(x));
   }
   // The same of an operator that takes rows of its first operand; nothing for one that makes as many as data says.
-  std::optional<bool> picks(const std::string& name, c10::ArrayRef<const c10::IValue> inputs) const {
+  std::optional<bool> takes(const std::string& name, c10::ArrayRef<const c10::IValue> inputs) const {
     const auto of = [&](int64_t dim, size_t places) {
       const Tensor& x = inputs[0].toTensor();
-      return picks(x, dim < 0 ? dim + x.dim() : dim, inputs[places].toTensor());
+      return takes(x, dim < 0 ? dim + x.dim() : dim, inputs[places].toTensor());
     };
     if ((name == "aten::index_select" || name == "aten::gather") && inputs[1].isInt()) return of(inputs[1].toInt(), 2);
     if (name == "aten::embedding") return of(0, 1);
-    if (name == "aten::take") return !is_constant(inputs[1].toTensor());
-    if (name != "aten::index") return std::nullopt;
+    if (name == "aten::take") return !is_ranged(inputs[1].toTensor());
+    const std::string writes = name.substr(0, name.find_last_not_of('_') + 1);
+    if ((writes.rfind("aten::index_", 0) == 0 || writes.rfind("aten::scatter", 0) == 0) && inputs[1].isInt())
+      return uint64_t(inputs[1].toInt()) <= uint64_t(batch_dim_) && !is_ranged(inputs[2].toTensor());
+    if (name != "aten::index" && writes != "aten::index_put") return std::nullopt;
     int64_t dim = 0;
     for (const auto& places : inputs[1].toOptionalTensorVector()) {
       const bool given = places && places->defined();
-      if (given && picks(inputs[0].toTensor(), dim, *places)) return true;
+      if (given && takes(inputs[0].toTensor(), dim, *places)) return true;
       dim += given && places->scalar_type() == at::kBool ? places->dim() : 1;
     }
     return false;
@@ -185,7 +193,10 @@ class Watch {
       if (c10::ends_with(name, "_as")) operands.resize(1);  // expand_as(other) reads the sizes of `other` alone
       // Places alone are no rows, and what has a gradient is in the graph (routes.py).
       const bool by_data = handle->hasTag(at::Tag::dynamic_output_shape) && !is("aten::nonzero");
-      operation->picks = self->picks(name, function.inputs()).value_or(by_data);
+      operation->picks = self->takes(name, function.inputs()).value_or(by_data);
+      const bool fresh = is("aten::empty");  // whatever fills it
+      operation->picked = fresh && self->depth_ == 0 && self->picks;
+      operation->ranged = !fresh && !handle->hasTag(at::Tag::nondeterministic_seeded);
       const bool drawn = name == "aten::bernoulli" && handle->schema().overload_name() == "p";
       operation->of_sizes = c10::ends_with(name, "_like") || drawn || is("aten::new_");
       operation->of_python = name == "aten::lift_fresh";
@@ -198,8 +209,9 @@ class Watch {
       if (!t.defined()) continue;
       const bool constant = self->is_constant(t);
       operation->constant = operation->constant && constant;
+      operation->ranged = operation->ranged && self->is_ranged(t);
       operation->picks = operation->picks && !t.requires_grad();
-      operation->picked = operation->picked || self->is_picked(t);
+      if (self->depth_ == 0 || self->find(t)) operation->picked = operation->picked || self->is_picked(t);
       self->consume(t, constant);
       if (t.is_view())
         self->consume(Tensor(t._base()), constant);  // of one that was written into, the graph has the base
@@ -210,7 +222,9 @@ class Watch {
     }
     ++self->depth_;
     if (!operation->pointwise) operation->like.clear();
-    operation->picked = operation->picked || (operation->picks && !operation->constant);
+    operation->picks = operation->picks && !operation->constant;
+    operation->picked = operation->picked || operation->picks;
+    self->picks = self->picks || operation->picks;
     return operation;
   }
 
@@ -222,14 +236,16 @@ class Watch {
     std::vector<Tensor> made;
     for (const c10::IValue& value : function.outputs()) tensors_in(value, made);
     if (!operation->constant)
-      for (const Tensor& t : operation->written) self->mark(t, false, operation->picked, 0);
+      for (const Tensor& t : operation->written) self->mark(t, false, false, operation->picked, 0);
     const auto& like = operation->like;
     for (const Tensor& t : made) {
       if (!has_storage(t)) continue;
       const bool alike = std::find(like.begin(), like.end(), t.sizes().vec()) != like.end();
       const bool constant = (operation->constant && !(operation->of_python && t.dim() > 0)) || operation->of_sizes;
       const int64_t apart = alike ? self->apart(t, self->batch_dim_) : self->known_apart(t);
-      self->mark(t, constant, operation->picked, apart);
+      const Known* const known = self->find(t);  // by an operator that this one calls
+      const bool picked = operation->picked || (known && known->picked);
+      self->mark(t, constant, operation->ranged && constant && !operation->of_sizes, picked, apart);
     }
   }
 };
@@ -246,7 +262,8 @@ void bind_watch(py::module_& m) {
       .def("knows_constant", &Watch::is_constant)
       .def("is_constant", &Watch::consumed)
       .def("is_picked", &Watch::is_picked)
-      .def("unpick", &Watch::unpick);
+      .def("unpick", &Watch::unpick)
+      .def_readonly("picks", &Watch::picks);
 }
 
 bool watching() {

@@ -42,7 +42,7 @@ class Watch:
         shared = [t for t in arguments if first is not None and _is_shared(t, first, n, batch_dim)]
         # Data is marked after the constants: a data tensor may share memory with one of them.
         data = [t for t in arguments if all(t is not other for other in shared)]
-        self.picked: set[int] = set()  # sites where data decided a count of rows
+        self.picked: dict[int, bool] = {}  # by site: True if data decided a count of rows there
         # observer.is_constant(node, number): this output of a node is constant.
         # observer.is_picked(t): data decided a count of rows, as in x[mask], and no node shows it.
         observe = _C.Watch if NATIVE else WatchMode
@@ -59,12 +59,13 @@ class Watch:
 
     def note_rows(self, site: int, tensors: Sequence[Tensor]) -> None:
         """Note whether data decided the count of rows of inputs or outputs of a site."""
-        if any(map(self.observer.is_picked, tensors)):
-            self.picked.add(site)
+        picked = any(map(self.observer.is_picked, tensors))
+        self.picked[site] = self.picked.get(site, False) or picked
 
 
 # Operators that take rows of their first operand at places that the others give.
-TAKES = {"embedding", "gather", "index", "index_select", "take"}
+TAKES = {"embedding", "gather", "index_select", "take"}
+WRITES = {"index_add", "index_copy", "scatter", "scatter_add"}  # along the dimension args[1]
 
 
 class _Memory(NamedTuple):
@@ -89,7 +90,7 @@ class WatchMode(TorchDispatchMode):
         self, constants: Iterable[Tensor], data: Iterable[Tensor], n: int, batch_dim: int
     ) -> None:
         super().__init__()
-        self._is_on, self._n, self._batch_dim = True, n, batch_dim
+        self._is_on, self.picks, self._n, self._batch_dim = True, False, n, batch_dim
         self._memories: dict[int, _Memory] = {}  # by the address of the storage
         self._bits: dict[tuple[Any, int], bool] = {}  # by node and output, when it was consumed
         for t in constants:
@@ -114,7 +115,9 @@ class WatchMode(TorchDispatchMode):
         return not t.dim() or (t.is_leaf and t.requires_grad)
 
     def is_picked(self, t: Tensor) -> bool:
-        return (memory := self._find(t)) is not None and memory.is_picked
+        if (memory := self._find(t)) is not None:
+            return memory.is_picked
+        return self.picks and t.dim() > 0 and not (t.is_leaf and t.requires_grad)  # of NumPy
 
     def unpick(self, t: Tensor) -> None:
         if (memory := self._find(t)) is not None:
@@ -160,12 +163,13 @@ class WatchMode(TorchDispatchMode):
             out = func(*args, **kwargs)
         constant, picked = all(bits), any(map(self.is_picked, operands))
         if not constant:
-            name, takes = _name_of(func), torch.Tag.dynamic_output_shape in tags
-            if name in TAKES:  # numbers say which rows of a constant come next, but not how many
-                places = zip(operands[1:], bits[1:], strict=True)
-                takes = any(not bit and (t.dtype is torch.bool or not bits[0]) for t, bit in places)
+            name = _name_of(func)
+            takes = torch.Tag.dynamic_output_shape in tags or (name in TAKES and not bits[0])
+            writes = name.rstrip("_") in WRITES and args[1] in (0, self._batch_dim)
+            takes = takes or (writes and not all(bits[1:]))
             if takes and not name.startswith("nonzero"):
                 # It takes rows of data. Where a gradient flows, the graph shows it.
+                self.picks = self.picks or not any(t.requires_grad for t in operands)
                 picked = picked or not any(t.requires_grad for t in operands)
             for t in _written(func, args, kwargs):
                 self._mark(t, False, picked)

@@ -55,7 +55,6 @@ class Finding:
 
     layout: int | str | None  # a str is the cause of a refusal; None: nothing was shown
     sure: bool = False  # no other layout that the sizes allow has the same rows
-    once: bool = False  # other layouts fit as well: rows that would tell are zeros in this pass
 
 
 class Seeding:
@@ -228,7 +227,8 @@ class Seeding:
         answers = iter(flat.tolist())
         for group, flags in zip(groups.values(), compared, strict=True):
             for k in group:
-                finding = self._finding(self._owners(k), *islice(answers, flags.shape[1]))
+                live, *fit = islice(answers, flags.shape[1])
+                finding = self._finding(self._owners(k), live, fit)
                 sized = layout_from_sizes(self._uses[k].leads, self._n)
                 agree = sized == finding.layout is not None
                 found[k] = replace(finding, sure=finding.sure or agree)
@@ -244,7 +244,7 @@ class Seeding:
             self._owners_by_sizes[key] = possible
         return self._owners_by_sizes[key]
 
-    def _finding(self, owned: dict[int, Tensor], live: bool, finite: bool, *flags: bool) -> Finding:
+    def _finding(self, owned: dict[int, Tensor], live: bool, flags: Sequence[bool]) -> Finding:
         """Return the finding for one use from the flags of _compare()."""
         if not live:
             return Finding(NOWHERE)
@@ -256,9 +256,7 @@ class Seeding:
             if not fits:
                 return Finding(None if loud else cause("mixes", n=self._n))
         if any(not torch.equal(owned[fits[0]], owned[layout]) for layout in fits):
-            # Rows of zeros or nan fit every layout. All others are the same sample's in each.
-            once = finite and all(by_layout[layout][2] for layout in fits)
-            return Finding(fits[0] if once else None, once=once)
+            return Finding(None)  # rows of zeros or nan fit every layout, and show nothing
         usual = [layout for layout in fits if layout in (BATCH, SEQUENCE)]
         return Finding(fits[0], len(usual or fits) == 1)
 
@@ -277,8 +275,8 @@ def _compare(
     owned: dict[int, Tensor],
     tolerance: float,
 ) -> Tensor:
-    """Return flags [uses, 2 + 3 layouts] of uses whose summaries have the same key.
-    A row has a gradient; all are finite. Then for each layout: all rows fit; all rows fit but faint
+    """Return flags [uses, 1 + 3 layouts] of uses whose summaries have the same key.
+    The first: a row has a gradient. Then for each layout: all rows fit; all rows fit but faint
     ones; each sample has a row that is not faint."""
     norms = torch.stack([rows.norms for rows in plain])  # [uses, rows, 1]
     projections = torch.stack([rows.projections for rows in plain])
@@ -288,7 +286,6 @@ def _compare(
     loud = ((norms > 0) & ~faint).flatten(1)
     every = [norms, *(torch.stack([rows.norms for rows in summaries]) for summaries in scaled)]
     flags = [torch.stack([one.ne(0).flatten(1).any(1) for one in every]).any(0)]
-    flags.append(~nan.flatten(1).any(1))
     for owner in owned.values():
         fits = torch.ones_like(nan)
         for summaries, digit in zip(scaled, digits, strict=True):

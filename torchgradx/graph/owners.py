@@ -284,7 +284,7 @@ class _Walk:
             yield out
             return
         sizes = made if writes else shape
-        if hasattr(node, "_saved_indices"):
+        if hasattr(node, "_raw_saved_indices"):
             indices = saved_value(node, "indices")
             dim = next((k for k, index in enumerate(indices or ()) if index is not None), 0)
             selection = select_by_indices(indices, sizes)

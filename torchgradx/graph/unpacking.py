@@ -31,28 +31,23 @@ class Kept(NamedTuple):
 
     packed: Any
     value: Tensor
+    version: int  # of the value, when it was saved
 
 
-@contextlib.contextmanager
-def indices_kept() -> Iterator[None]:
-    """Keep the indices that nodes save inside through the user's hooks, so that they can be read.
-    The hooks are called as before: a checkpoint counts what is saved."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or torch._C._current_graph_task_id() != -1:  # none, or a recomputation
-        yield
-        return
+def keep_indices(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]) -> None:
+    """Put hooks on the thread's stack that call these, and keep the indices that nodes save, for
+    `saved_value` to read. Autograd gets what the user's hooks give."""
     user_pack, user_unpack = hooks
 
     def pack(t: Tensor) -> Any:
         packed, is_index = user_pack(t), t.dtype in INDICES and t.dim() <= 3  # not of a MaxPool2d
-        return Kept(packed, t.detach()) if is_index else packed
+        return Kept(packed, t.detach(), t._version) if is_index else packed
 
     @wraps(user_unpack)
     def unpack(saved: Any) -> Tensor:
-        return saved.value if isinstance(saved, Kept) else user_unpack(saved)
+        return user_unpack(_packed(saved))
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def can_ask(node: Any) -> tuple[bool, bool]:
@@ -114,19 +109,24 @@ def _saved_hooks(node: Any) -> list[SavedHook] | None:
     does not show them."""
     if type(node).__name__ == "CppFunction":
         hooks: list[SavedHook] | None = _C.packed(node) if NATIVE else None
-        return hooks
+        return None if hooks is None else [(hook, _packed(data)) for hook, data in hooks]
     kind = node.name()
     if kind not in SAVED_NAMES:
         SAVED_NAMES[kind] = [name for name in dir(node) if name.startswith("_raw_saved")]
     saved = [getattr(node, name) for name in SAVED_NAMES[kind]]
     flat = [t for s in saved for t in (s if isinstance(s, (list, tuple)) else [s])]
-    pairs = ((getattr(t, "unpack_hook", t), t) for t in flat)
-    return [(hook, getattr(t, "data", None)) for hook, t in pairs if hook is not None]
+    pairs = [(getattr(t, "unpack_hook", t), getattr(t, "data", None)) for t in flat]
+    return [(hook, _packed(data)) for hook, data in pairs if hook is not None]
+
+
+def _packed(data: Any) -> Any:
+    """Return what the user's hook made of a tensor."""
+    return data.packed if isinstance(data, Kept) else data
 
 
 def _can_repeat(saved: SavedHook) -> bool:
     hook, data = saved
-    return isinstance(data, (Holder, Kept)) or _offloads(hook)
+    return isinstance(data, Holder) or _offloads(hook)
 
 
 def _offloads(hook: Any) -> bool:
@@ -142,8 +142,13 @@ def saved_value(node: Any, key: str) -> Any:
     """Return what a node saved; None if it is absent, or saved through hooks and not kept."""
     raw: Any = getattr(node, f"_raw_saved_{key}", None)
     tensors = raw if isinstance(raw, (list, tuple)) else [raw]
-    is_known = all(isinstance(t.data, Kept) for t in tensors if is_hooked(t))
-    return getattr(node, f"_saved_{key}", None) if is_known else None
+    if not any(map(is_hooked, tensors)):
+        return getattr(node, f"_saved_{key}", None)
+    kept = [t.data if is_hooked(t) else None for t in tensors]
+    if not all(k is None or (isinstance(k, Kept) and k.value._version == k.version) for k in kept):
+        return None
+    values = [k and k.value for k in kept]
+    return values if isinstance(raw, (list, tuple)) else values[0]
 
 
 def is_hooked(raw: Any) -> bool:

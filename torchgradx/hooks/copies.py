@@ -95,7 +95,7 @@ def include_in_copies(kind: type) -> None:
 
 def _reduce(module: Any) -> tuple[Any, ...]:
     reduced = module.__reduce_ex__(2)
-    return (*reduced[:2], _without_hooks(reduced[2]), *reduced[3:])
+    return (*reduced[:2], *map(_without_hooks, reduced[2:3]), *reduced[3:])
 
 
 def _without_hooks(state: Any) -> Any:

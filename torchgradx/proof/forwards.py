@@ -42,13 +42,19 @@ class Memory:
     constant: _Facts = field(default_factory=dict)  # 1: all inputs of the call are constant
     # Layout of an input that is a view, or an elementwise result, of an argument of the model.
     anchored: _Facts = field(default_factory=dict)
-    picked: set[int] = field(default_factory=set)  # sites: data decided how many rows they got
+    # By site: True if data decided how many rows it got; and whether they did anywhere.
+    picked: dict[int, bool] = field(default_factory=dict)
+    picks: bool = False
     # Dimension of the samples in an output, by its place and number of dimensions.
     dims: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def tables(self, uses: Sequence[Any]) -> set[int]:
         """Return the uses whose inputs, as far as they were watched, are all constant."""
         return set(_look_up(self.constant, uses))
+
+    def is_picked(self, site: int) -> bool:
+        """Return True if data may decide how many rows a site gets."""
+        return self.picked.get(site, self.picks)
 
     def anchors(self, uses: Sequence[Any]) -> dict[int, int]:
         """Return {use: layout of its input} for inputs that an argument of the model shows."""
@@ -66,7 +72,8 @@ class Memory:
     def learn(self, watch: Watch) -> None:
         """Add what a watched forward has shown; a fact that differs from before becomes None."""
         self.watches = max(0, self.watches - 1)
-        self.picked |= watch.picked
+        self.picks = self.picks or watch.observer.picks
+        self.picked |= {site: self.picked.get(site, False) or p for site, p in watch.picked.items()}
         for known, seen in (self.constant, watch.inputs), (self.anchored, watch.anchored):
             for call, fact in seen.items():
                 known[call] = fact if known.get(call, fact) == fact else None

@@ -119,11 +119,8 @@ class Examiner:
         exam.region = start.region.watched
         proof, ambiguous = self._run_proof(exam)
         findings = proof or [Finding(None)] * len(exam.all_watched)
-        if any(t.requires_grad and exam.forward.n not in t.shape for t in exam.forward.outputs):
-            # That output was not seeded: rows that received zeros may receive a gradient from it.
-            findings = [Finding(None) if one.once else one for one in findings]
         found, exam.zeros = self._by_use(exam, findings)
-        plan, complete = None, not any(one.once for one in findings)
+        plan, complete = None, True
         if proof is not None or exam.is_constant is not None:
             of_region = findings[len(findings) - len(exam.region) :]
             plan = self._lift.plan(exam.forward.n, start, found, of_region, proof is not None)
@@ -187,9 +184,9 @@ class Examiner:
         has the same routes: some choices cannot be seen."""
         n = forward.n
         routes = routes_of(forward.outputs, n, forward.trace.by_row)
-        picked = self._forwards.memory.picked
+        memory = self._forwards.memory
         cut = any(
-            site in picked and layout != SHARED and layout_from_sizes(use.leads, n) is None
+            memory.is_picked(site) and layout != SHARED and layout_from_sizes(use.leads, n) is None
             for (site, *_), use, layout in zip(forward.uses, uses, layouts, strict=True)
         )
         if n > 1 and (forward.trace.flat or cut or any(0 in use.leads for use in uses)):

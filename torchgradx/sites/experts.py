@@ -24,7 +24,7 @@ from ..gradients.products import CAST, LINKS, POINTWISE, is_transpose
 from ..graph.layout import Watched, owners
 from ..graph.nodes import Node, is_leaf, shape_of, to_signed
 from ..graph.owners import MAPPING, ROWS_OPERAND, Owned, owners_within
-from ..graph.unpacking import is_hooked, keep_handles, saved_value
+from ..graph.unpacking import can_run_twice, is_hooked, keep_handles, saved_value
 from ..hooks.copies import untraced
 from .several import End
 
@@ -77,7 +77,8 @@ class ExpertProduct:
             fits = out[1:] == sizes and shape == (sizes if is_one else out)
             return fits and len(sizes) == 1 and not self.transposed
         raw = getattr(self.node, f"_raw_saved_{self.saved_name}")
-        is_saved = is_hooked(raw) or saved_value(self.node, self.saved_name) is not None
+        is_here = saved_value(self.node, self.saved_name) is not None
+        is_saved = can_run_twice(self.node) if is_hooked(raw) else is_here
         if not is_saved or is_one != (name in SINGLE):
             return False
         if self.transposed != (self.saved_name == "mat2"):
@@ -278,7 +279,7 @@ def _mixing_flags(node: Node, made: Owned) -> list[Tensor]:
         return []
     along = name in ALONG or name in RANKS
     if name in MAPPING:
-        indices = getattr(node, "_saved_indices", None)
+        indices = saved_value(node, "indices")
         along = indices is None and to_signed(node._saved_dim) != 0
         if not along and (indices is None or indices[0] is not None):
             return []

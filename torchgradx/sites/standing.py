@@ -8,14 +8,11 @@ replace them, and run the former forward where a recomputation is the former pro
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..extension import Recorder
-from ..graph.unpacking import indices_kept
 from ..hooks.copies import make_subclass, stock_of
 
 _by_module: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[StandIns]]] = (
@@ -81,18 +78,6 @@ class StandIns:
         if former in self.formers:
             self.formers.remove(former)
             self._recorder.follow([one._recorder for one in self.formers])
-
-
-def keeping_forward_of(stock: Any, sites: Mapping[int, Any]) -> Callable[..., Any]:
-    """Return a forward for `make_subclass`: in a checkpoint, the indices of rows can be read."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in sites or torch.compiler.is_dynamo_compiling():
-            return stock.forward(self, *args, **kwargs)
-        with indices_kept():
-            return stock.forward(self, *args, **kwargs)
-
-    return forward
 
 
 def _stand_ins_of(module: nn.Module) -> list[StandIns]:
