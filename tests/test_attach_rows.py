@@ -11,6 +11,7 @@ from attach_oracle import close_named
 from attach_steps import exact_step, exact_steps, read_or_refused, refusal, step_or_refused
 from segment_models import WORDS, Experts
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -149,6 +150,20 @@ def test_data_that_are_unpadded_before_the_first_layer_are_looked_at_anew(way, o
             assert refusal is None or m is not ALIKE, refusal
 
 
+def test_places_that_are_drawn_are_looked_at_anew(backwards):
+    def forward(m, x):
+        at = torch.randperm(4 * len(x))[: 2 * len(x)]
+        h = torch.tanh(m.l(x.flatten(0, 1)[at]))
+        return m.o(F.one_hot(at // 4, len(x)).T.to(h) @ h)
+
+    model = Model(forward, l=nn.Linear(3, 3), o=nn.Linear(3, 2))
+    with torchgradx.attach(model):
+        for _ in range(6):
+            backwards.clear()
+            square(model, torch.randn(2, 4, 3)).backward()
+            assert backwards
+
+
 def owned(k):
     return F.one_hot(torch.arange(len(k)).repeat_interleave(k), len(k)).T.double()
 
@@ -223,6 +238,18 @@ def test_experts_that_are_given_the_rows_of_their_tokens(way, options):
     next_words = lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.flatten())  # noqa: E731
     experts = Experts(way, 2 if way == "by choice" else 4).double()  # of two, each gets all rows
     exact_steps(experts, *batches, loss=next_words, **options)
+
+
+def test_a_users_hooks_give_what_a_block_saved_once():
+    model, kept = Model(lambda m, ids: m.block(ids), block=Experts()), {}
+    with torchgradx.attach(model):
+        assert type(model.block) is Experts
+        with saved_tensors_hooks(
+            lambda t: (kept.update({len(kept): t}), len(kept) - 1)[1], kept.pop
+        ):
+            loss = square(model, torch.randint(0, WORDS, (4, 6)))
+        loss.backward()
+    assert not kept
 
 
 @a_few_modes

@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,8 @@ from processes import python, run
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks/gpu.py"
 sys.path += [str(SCRIPT.parent), str(ROOT / "build_tools")]
-import isolated  # noqa: E402
 import kept  # noqa: E402
 from gpu_models import MODELS  # noqa: E402
-from isolated import Processes, Task  # noqa: E402
 
 
 def benchmark(*arguments):
@@ -52,20 +49,6 @@ def test_the_benchmark_measures_every_row_at_tiny_sizes(tmp_path):
                 assert figures["off"] < 0.1
                 assert figures["first"]["backwards"] >= 1
                 assert ("median" in figures) == (part == "models")
-
-
-def messages(function, seconds=60):
-    return list(Processes().run(Task(function), time.monotonic() + seconds))
-
-
-def hanging():
-    yield {"row": 1}
-    time.sleep(60)
-
-
-def test_a_process_that_hangs_is_killed(monkeypatch):
-    monkeypatch.setattr(isolated, "GRACE", 0.5)
-    assert messages(hanging, 0.5) == [{"row": 1}, {"error": "hung: killed after its time"}]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

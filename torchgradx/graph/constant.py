@@ -65,7 +65,7 @@ class Watch:
 
 # Operators that take rows of their first operand at places that the others give.
 TAKES = {"embedding", "gather", "index_select", "take"}
-WRITES = {"index_add", "index_copy", "scatter", "scatter_add"}  # along the dimension args[1]
+PUTS = {"index_add", "index_copy", "scatter", "scatter_add"}  # along the dimension args[1]
 
 
 class _Memory(NamedTuple):
@@ -165,7 +165,7 @@ class WatchMode(TorchDispatchMode):
         if not constant:
             name = _name_of(func)
             takes = torch.Tag.dynamic_output_shape in tags or (name in TAKES and not bits[0])
-            writes = name.rstrip("_") in WRITES and args[1] in (0, self._batch_dim)
+            writes = name.rstrip("_") in PUTS and args[1] in (0, self._batch_dim)
             takes = takes or (writes and not all(bits[1:]))
             if takes and not name.startswith("nonzero"):
                 # It takes rows of data. Where a gradient flows, the graph shows it.
