@@ -29,7 +29,8 @@ class Keeping:
     """The blocks of one model."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        self._local, self._hooks = _OfThread(), []
+        self._local = _OfThread()
+        self._hooks: list[Hooks] = []
         for block in blocks:
             hooks, pass_on = Hooks(block), (lambda *_: None)  # in a full graph
             hooks.add(block.register_forward_pre_hook, self._enter, pass_on, prepend=True)
@@ -40,6 +41,7 @@ class Keeping:
     def remove(self) -> None:
         for hooks in self._hooks:
             hooks.remove()
+        self._hooks = []
 
     def begin(self) -> None:
         """Note how many hooks there are before a forward of the model."""
