@@ -59,7 +59,8 @@ class Keeping:
 
     def _enter(self, block: nn.Module, *_: Any) -> None:
         hooks = _stack._top_saved_tensors_default_hooks(True)
-        pushed = hooks is not None and torch._C._current_graph_task_id() == -1  # no recomputation
+        again = torch._C._current_graph_task_id() != -1  # a checkpoint's recomputation
+        pushed = not (hooks is None or again or torch._C._are_functorch_transforms_active())
         if pushed:
             keep_indices(hooks)
         self._local.blocks.append((id(block), pushed))
