@@ -185,7 +185,8 @@ def test_what_is_routed_may_be_data():
 def test_in_a_checkpoint(way, again, backwards):
     """Served at their nodes as without it, and proven once, unless it is reentrant."""
     (dtype, rtol), experts = precision(way), WAYS[way]()
-    through = Model(lambda m, *h: checkpoint(m.experts, *h, use_reentrant=again), experts=experts)
+    block = Model(lambda m, *h: m.experts(*h), experts=experts)
+    through = Model(lambda m, *h: checkpoint(m.block, *h, use_reentrant=again), block=block)
     model = mixture(through).to(dtype)
     with torchgradx.attach(model) as probe:
         for _ in range(2):

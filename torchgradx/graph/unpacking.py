@@ -41,7 +41,9 @@ def keep_indices(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]])
 
     def pack(t: Tensor) -> Any:
         packed, is_index = user_pack(t), t.dtype in INDICES and t.dim() <= 3  # not of a MaxPool2d
-        return Kept(packed, t.detach(), t._version) if is_index else packed
+        if not is_index or isinstance(packed, Kept):  # by a block around this one
+            return packed
+        return Kept(packed, t.detach(), t._version)
 
     @wraps(user_unpack)
     def unpack(saved: Any) -> Tensor:
