@@ -194,9 +194,7 @@ class Watch {
       // Places alone are no rows, and what has a gradient is in the graph (routes.py).
       const bool by_data = handle->hasTag(at::Tag::dynamic_output_shape) && !is("aten::nonzero");
       operation->picks = self->takes(name, function.inputs()).value_or(by_data);
-      const bool fresh = is("aten::empty");  // whatever fills it
-      operation->picked = fresh && self->depth_ == 0 && self->picks;
-      operation->ranged = !fresh && !handle->hasTag(at::Tag::nondeterministic_seeded);
+      operation->ranged = !is("aten::empty") && !handle->hasTag(at::Tag::nondeterministic_seeded);
       const bool drawn = name == "aten::bernoulli" && handle->schema().overload_name() == "p";
       operation->of_sizes = c10::ends_with(name, "_like") || drawn || is("aten::new_");
       operation->of_python = name == "aten::lift_fresh";
