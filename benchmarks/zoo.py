@@ -98,10 +98,8 @@ def checkpointed(*arguments: Any) -> Example:
     """Texts of unequal lengths, padded and masked; layers run again in backward."""
     example = text(*arguments)
     ids = example.inputs["input_ids"]
-    mask = (
-        torch.arange(ids.shape[1])
-        < torch.linspace(ids.shape[1] // 2, ids.shape[1], len(ids))[:, None]
-    )
+    n, t = ids.shape
+    mask = torch.arange(t) < torch.linspace(t // 2, t, n)[:, None]
     options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
     example.model.train().gradient_checkpointing_enable(**options)
     return example._replace(inputs=example.inputs | {"attention_mask": mask.long()})

@@ -39,8 +39,8 @@ Arranged over_features(const Tensor& x, const Tensor& g, const Tensor& mean, con
                        bool sequence) {
   const int64_t k = x.numel() / std::max<int64_t>(1, rstd.numel());
   const auto by_row = [&](const Tensor& t) { return rows_of(t, n, 1, sequence).squeeze(-1); };
-  return {rows_of(x, n, k, sequence), rows_of(g, n, k, sequence), mean.defined() ? maybe(by_row(mean)) : std::nullopt,
-          by_row(rstd)};
+  return {rows_of(x, n, k, sequence), rows_of(g, n, k, sequence),
+          mean.defined() ? std::optional(by_row(mean)) : std::nullopt, by_row(rstd)};
 }
 
 std::optional<Arranged> layer_norm(generated::NativeLayerNormBackward0& node, const Tensor& g, int64_t n,

@@ -139,7 +139,7 @@ class Watch {
     return known ? known->apart : 0;
   }
 
-  // Whether places, from this dimension of x on, pick rows by data. Those of x[:, places] stay in their samples, and
+  // True if places, from this dimension of x on, pick rows by data. Those of x[:, places] stay in their samples, and
   // numbers say which rows of a constant x come next, but not how many.
   bool takes(const Tensor& x, int64_t dim, const Tensor& places) const {
     const bool mask = places.scalar_type() == at::kBool;
@@ -147,7 +147,7 @@ class Watch {
     const bool of_samples = !stands(x) || (dim <= batch_dim_ && batch_dim_ < end);
     return of_samples && !is_ranged(places) && (mask || !is_constant(x));
   }
-  // The same of an operator that takes rows of its first operand; nothing for one that makes as many as data says.
+  // Says that of an operator that takes rows of its first operand; nothing of one that makes as many as data says.
   std::optional<bool> takes(const std::string& name, c10::ArrayRef<const c10::IValue> inputs) const {
     const auto of = [&](int64_t dim, size_t places) {
       const Tensor& x = inputs[0].toTensor();

@@ -169,8 +169,8 @@ class WatchMode(TorchDispatchMode):
             takes = takes or (writes and not all(bits[1:]))
             if takes and not name.startswith("nonzero"):
                 # It takes rows of data. Where a gradient flows, the graph shows it.
-                self.picks = self.picks or not any(t.requires_grad for t in operands)
-                picked = picked or not any(t.requires_grad for t in operands)
+                picks = not any(t.requires_grad for t in operands)
+                picked, self.picks = picked or picks, self.picks or picks
             for t in _written(func, args, kwargs):
                 self._mark(t, False, picked)
         for t in tree_leaves(out):

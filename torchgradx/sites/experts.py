@@ -76,9 +76,10 @@ class ExpertProduct:
         if not self.saved_name:  # a bias [O], or one for each row
             fits = out[1:] == sizes and shape == (sizes if is_one else out)
             return fits and len(sizes) == 1 and not self.transposed
-        raw = getattr(self.node, f"_raw_saved_{self.saved_name}")
-        is_here = saved_value(self.node, self.saved_name) is not None
-        is_saved = can_run_twice(self.node) if is_hooked(raw) else is_here
+        if is_hooked(getattr(self.node, f"_raw_saved_{self.saved_name}")):
+            is_saved = can_run_twice(self.node)
+        else:
+            is_saved = saved_value(self.node, self.saved_name) is not None
         if not is_saved or is_one != (name in SINGLE):
             return False
         if self.transposed != (self.saved_name == "mat2"):
@@ -177,10 +178,9 @@ class ExpertUse:
 
 def is_experts(module: nn.Module) -> bool:
     """Return True if a module's parameters are its own, [E, *, *] or, as biases, [E, *]."""
-    parameters = [*module.parameters()]
-    all_own = len(parameters) == len([*module.parameters(recurse=False)])
-    dims = {p.dim() for p in parameters}
-    return all_own and 3 in dims <= {2, 3} and len({len(p) for p in parameters}) == 1
+    own = [*module.parameters(recurse=False)]
+    has_matrices = 3 in {p.dim() for p in own} <= {2, 3} and len({len(p) for p in own}) == 1
+    return has_matrices and len(own) == len([*module.parameters()])
 
 
 def may_route(module: nn.Module) -> bool:
