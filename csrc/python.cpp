@@ -275,6 +275,16 @@ void bind_capture(py::module_& m) {
           if (!slices || !slices->fn) return py::none();
           return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(slices->fn));
         });
+  m.def("at_node",  // a tensor without memory of its own that a node has made, it seems
+        [](const py::object& node, uint32_t number) {
+          const NodePtr& made_by = node_of(node);
+          const auto& known = made_by->input_metadata(number);
+          const auto shape = known.shape_as_dim_vector();
+          const at::DimVector strides(shape.size(), 0);
+          const Tensor t = at::empty_strided(C10_AS_INTARRAYREF_SLOW(shape), strides, known.options());
+          torch::autograd::impl::set_gradient_edge(t, {made_by, number});
+          return t;
+        });
   m.def("forward",  // of a module; None: its own is to be called, and then listen()
         [](const std::shared_ptr<Site>& site, const py::object& module, const py::object& input) -> Tensor {
           if (!THPVariable_Check(input.ptr()) || (site->taps && !site->layer->whole())) return {};

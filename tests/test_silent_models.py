@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
+from torchgradx import ops
 
 EXACT, REFUSED, SILENT = "exact", "refused", "accepted, and not as alone"
 N, T = 6, 4
@@ -119,11 +120,12 @@ def no_proof(function, again):
         lambda x: same(function(x)))  # fmt: skip
 
 
-def loss_alone(mixes):
+def loss_alone(way):
     def forward(m, x):
         h = torch.tanh(m.r(x))
-        h = h - h.mean(0) if mixes else h
-        return m.o(h).square().sum(1).mean()
+        if way == "pairs":
+            return F.cross_entropy(h @ m.o(h).T, torch.arange(len(h)))
+        return m.o(h - h.mean(0) if way == "mixed" else h).square().flatten(1).sum(1).mean()
 
     return Model(forward, r=nn.Linear(3, 2), o=nn.Linear(2, 2))
 
@@ -185,8 +187,15 @@ for again in (False, True):
         i=nn.Linear(3, 3), b=nn.Linear(3, 2)), X3)  # fmt: skip
     add(f"{where}: apart", EXACT, lambda again=again: Model(
         lambda m, x: no_proof(m.b, again)(m.i(x)), i=nn.Linear(3, 3), b=mlp()), X3)  # fmt: skip
-add("a loss alone", EXACT, partial(loss_alone, False), X3, loss=as_returned)
-add("a loss alone, mixed", SILENT, partial(loss_alone, True), X3, loss=as_returned)
+LOSS_ALONE = {  # verdicts with the extension, and without
+    "": (X3, EXACT, EXACT),
+    "T = N": (torch.randn(N, N, 3), EXACT, REFUSED),
+    "mixed": (X3, REFUSED, SILENT),
+    "pairs": (X3, REFUSED, SILENT),
+}
+for way, (x, *verdicts) in LOSS_ALONE.items():
+    add(f"a loss alone {way}", verdicts[not ops.NATIVE], partial(loss_alone, way), x,
+        loss=as_returned)  # fmt: skip
 
 
 def outcome(make, check, **options):

@@ -12,6 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .nodes import Node, to_signed
+from .unpacking import saved_value
+
+READING = {"GatherBackward0", "IndexBackward0", "IndexSelectBackward0"}  # rows, by index
+
 
 class Selection(NamedTuple):
     """The rows of a tensor that a node reads or writes by index."""
@@ -74,3 +79,19 @@ def select_along(
     lines = torch.arange(shape[0], device=index.device)[:, None] * shape[1]
     rows = (lines + index % max(1, shape[1])).flatten()
     return Selection(rows, shape[0] * shape[1], 2, flags)
+
+
+def selected_by(
+    node: Node, shape: Sequence[int], grid: Sequence[int]
+) -> tuple[int, Selection | None]:
+    """Return the dimension from which a node indexes a tensor [*shape], and the rows it selects."""
+    if hasattr(node, "_raw_saved_indices"):
+        indices = saved_value(node, "indices")
+        dim = next((k for k, index in enumerate(indices or ()) if index is not None), 0)
+        return dim, select_by_indices(indices, shape)
+    dim = saved_dim(node, shape)
+    return dim, select_along(dim, saved_value(node, "index"), shape, grid)
+
+
+def saved_dim(node: Node, shape: Sequence[int], key: str = "dim") -> int:
+    return to_signed(getattr(node, f"_saved_{key}")) % max(1, len(shape))

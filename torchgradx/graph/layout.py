@@ -27,11 +27,13 @@ from .unpacking import can_run_twice, has_checkpoints
 
 # Layouts. BATCH: rows n*T+t. SEQUENCE: rows t*N+n. SHARED: rows of no sample (shared/).
 # NOWHERE: no gradient comes from the outputs; if one comes after all, it is refused.
-# SECOND: [T, N K, *]. LAST: [*, N K]. MINOR: [*, K N, *].
-BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR = range(7)
+# SECOND: [T, N K, *]. LAST: [*, N K]. MINOR: [*, K N, *]. TAKEN: rows that indices took, whose
+# samples each pass shows (segments.py).
+BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR, TAKEN = range(8)
 SEGMENTS = 16  # layout 16 + k: the k-th owner vector of the pass (proof/segments.py)
 FLEX, COMPILED = "FlexAttentionAutogradOpBackward", "CompiledFunctionBackward"
-Heads = Sequence[tuple[Tensor, int]]  # outputs, each with the dimension of the samples
+# Outputs, each with the dimension of the samples, or with the sample of each leading row, -1: none.
+Heads = Sequence[tuple[Tensor, int | Tensor]]
 Summaries = dict[int, RowSummary]  # of one backward, by use
 # Error relative to a row's norm, where the order of a sum changes from run to run.
 LOOSE = 0.25
@@ -62,14 +64,13 @@ class Seeding:
 
     def __init__(
         self,
-        heads: Sequence[tuple[Tensor, int | Tensor]],
+        heads: Heads,
         uses: Sequence[Watched],
         n: int,
         unspent: Callable[[], AbstractContextManager[None]],
         compiled: bool = False,
     ) -> None:
-        """unspent: the context of each backward. compiled: compiled parts may run more than once.
-        heads have the dimension of the samples, or the sample of each row."""
+        """unspent: the context of each backward. compiled: compiled parts may run again."""
         self._heads, self._uses, self._n, self._unspent = heads, uses, n, unspent
         self._known = [k for k, use in enumerate(uses) if use.node is not None]
         self.nodes = nodes = nodes_in_order(t for t, _ in heads)
@@ -165,9 +166,7 @@ class Seeding:
         mixes = any(isinstance(two, str) for _, two in layouts)
         return not mixes and any(one != two for one, two in layouts)
 
-    def _summaries(
-        self, exponents: Tensor, heads: Sequence[tuple[Tensor, int | Tensor]] | None = None
-    ) -> Summaries:
+    def _summaries(self, exponents: Tensor, heads: Heads | None = None) -> Summaries:
         """Run one backward, and return a summary of each use's rows."""
         found: Summaries = {}
 
@@ -298,30 +297,6 @@ def _compare(
         flags += [(fits | nan).flatten(1).all(1), (fits | faint).flatten(1).all(1),
                   (loud_rows > 0).all(1)]  # fmt: skip
     return torch.stack(flags, 1)
-
-
-def heads_of(
-    outputs: Sequence[Tensor], n: int, dims: dict[tuple[int, int], int], batch_dim: int
-) -> tuple[Heads, Sequence[Heads]]:
-    """Return outputs with the likely dimension of the samples, and with others of size N.
-    dims: proven dimensions, by the place of an output and its number of dimensions."""
-    heads, rests = [], []
-    for k, t in enumerate(outputs):
-        fits = [d for d, size in enumerate(t.shape) if size == n]
-        if not fits or not t.requires_grad or not t.is_floating_point():
-            continue
-        proven = dims.get((k, t.dim()))
-        first = batch_dim if batch_dim in fits else fits[0]
-        if proven in fits:
-            first, fits = proven, [proven]
-        heads.append((t, first))
-        rests.append([d for d in fits if d != first])
-    others = [
-        [(t, rest[min(j, len(rest) - 1)] if rest else first)
-         for (t, first), rest in zip(heads, rests, strict=True)]
-        for j in range(max(map(len, rests), default=0))
-    ]  # fmt: skip
-    return heads, others
 
 
 def nodes_in_order(outputs: Iterable[Tensor]) -> list[Any]:

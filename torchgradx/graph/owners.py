@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from math import prod
 from operator import mul
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .indices import select_along, select_by_indices
+from ..extension import _C, NATIVE
+from .indices import READING, saved_dim, selected_by
 from .layout import nodes_in_order
 from .nodes import Edge, Node, is_leaf, shape_of, to_signed
 from .unpacking import saved_value
@@ -28,8 +30,8 @@ from .unpacking import saved_value
 Sizes = Sequence[int]
 Outs = dict[int, "Owned"]  # by the outputs of a node
 BROADCASTING = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")
+MAX_RUNS = 16  # runs of samples with equal lengths; with more of them, rows are sorted by length
 FAINT = -1e4  # an additive attention mask excludes a pair with a number below this
-READING = {"GatherBackward0", "IndexBackward0", "IndexSelectBackward0"}  # rows, by index
 # The operand of a product that has the rows of the output.
 ROWS_OPERAND = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0, "LinearBackward0": 0,
             "GroupedMmBackward0": 0, "MmBackward0": 0, "torchgradx::LayerBackward": 0}  # fmt: skip
@@ -42,6 +44,32 @@ class Owned:
     owners: Tensor  # [rows]
     path: int  # hash of the nodes from the model's outputs to here
     flags: tuple[Tensor, ...] = ()  # bool []: if one is True, a row here belongs to several samples
+
+
+class Segments(NamedTuple):
+    """The twin of C++'s Segments, without the extension."""
+
+    owners: Tensor
+
+
+def segments_from(owners: Tensor, n: int) -> Any:
+    """Return the segments of rows with these owners. To kernels, a run of samples with as many rows
+    each is one batch."""
+    if not NATIVE:
+        return Segments(owners)
+    counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
+    present = [sample for sample, count in enumerate(counts) if count]
+    in_order = bool((owners[1:] >= owners[:-1]).all())
+    changes = sum(counts[a] != counts[b] for a, b in pairwise(present))
+    order = None
+    if not in_order or changes >= max(MAX_RUNS, 2 * len(set(counts))):
+        present.sort(key=lambda sample: counts[sample])
+        rank = torch.full((n + 1,), n)
+        rank[present] = torch.arange(len(present))
+        order = rank.to(owners.device)[owners].argsort(stable=True)
+    samples = torch.tensor(present, dtype=torch.long, device=owners.device)
+    alike = groupby(counts[sample] for sample in present)
+    return _C.Segments(owners, order, samples, [(len(list(same)), rows) for rows, same in alike])
 
 
 def owners_below(
@@ -215,7 +243,7 @@ class _Walk:
                 order = [to_signed(d) % len(shape) for d in node._saved_dims]
             else:
                 order = list(range(len(shape)))
-                a, b = (_saved_dim(node, shape, key) for key in ("dim0", "dim1"))
+                a, b = (saved_dim(node, shape, key) for key in ("dim0", "dim1"))
                 order[a], order[b] = b, a
             made = [shape[d] for d in order]
             known = _dims(made, len(out.owners))
@@ -231,7 +259,7 @@ class _Walk:
 
     def cross_part(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         """Cross a node whose outputs are parts of its operand; other rows are of no sample."""
-        dim, start = _saved_dim(node, shape), 0
+        dim, start = saved_dim(node, shape), 0
         rows: Tensor | None = None
         flags: tuple[Tensor, ...] = ()
         for number in range(len(node._input_metadata)):
@@ -258,7 +286,7 @@ class _Walk:
 
     def cross_concat(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         out, made = outs[0], shape_of(node, 0)
-        dim, dims = _saved_dim(node, made), _dims(made, len(out.owners))
+        dim, dims = saved_dim(node, made), _dims(made, len(out.owners))
         if dims <= dim:
             yield out
             return
@@ -284,13 +312,7 @@ class _Walk:
             yield out
             return
         sizes = made if writes else shape
-        if hasattr(node, "_raw_saved_indices"):
-            indices = saved_value(node, "indices")
-            dim = next((k for k, index in enumerate(indices or ()) if index is not None), 0)
-            selection = select_by_indices(indices, sizes)
-        else:
-            dim, saved = _saved_dim(node, sizes), saved_value(node, "index")
-            selection = select_along(dim, saved, sizes, self._grid)
+        dim, selection = selected_by(node, sizes, self._grid)
         if selection is None:
             return
         index, size, dims, flags = selection
@@ -307,10 +329,6 @@ class _Walk:
             yield Owned(least, out.path, (*out.flags, *flags, mixes))
         elif len(index) in _counts(shape):
             yield Owned(owners[index], out.path, (*out.flags, *flags))
-
-
-def _saved_dim(node: Node, shape: Sizes, key: str = "dim") -> int:
-    return to_signed(getattr(node, f"_saved_{key}")) % max(1, len(shape))
 
 
 def _positions(node: Node, start: int, size: int, whole: int) -> Tensor:

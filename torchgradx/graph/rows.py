@@ -20,14 +20,14 @@ SILENT = -10000  # an exponent that makes the seed zero
 
 def seeded_root(t: Tensor, exponents: Tensor, dim: int | Tensor) -> Tensor:
     """Return a number whose gradient with respect to `t` is random, times 2^exponents[n].
-    dim: the dimension of the samples, or the sample of each leading row as a Tensor [rows]. There
-    the last sample stands for "no sample", and its gradient is zero."""
+    dim: the dimension of the samples, or the sample of each leading row as a Tensor [rows], -1 for
+    rows of no sample, whose gradient is zero."""
     generator = torch.Generator(t.device).manual_seed(t.numel())
     gradient = torch.randn(t.shape, generator=generator, device=t.device).to(t.dtype)
     exponents = exponents.to(t.device, torch.int32)
     if isinstance(dim, Tensor):
         rows = gradient.view(len(dim), -1)
-        rows.ldexp_(exponents[dim][:, None]).masked_fill_(dim[:, None] == len(exponents) - 1, 0)
+        rows.ldexp_(exponents[dim][:, None]).masked_fill_(dim[:, None] < 0, 0)
     else:
         gradient.ldexp_(exponents.view([-1 if k == dim else 1 for k in range(t.dim())]))
     with torch.enable_grad():

@@ -21,9 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CoverageError
 from ..extension import _C, NATIVE, Pass
-from ..graph.layout import NOWHERE
+from ..graph.layout import NOWHERE, TAKEN
 from ..graph.modes import in_batched_backward
-from ..graph.routes import routes_of
 from ..hooks.copies import untraced
 from ..hooks.listening import ParameterHooks, has_user_hooks
 from ..record.backwards import Backwards
@@ -136,10 +135,9 @@ class Audit:
         def match_plan(plan: LiftPlan | None) -> Match | None:
             return self._lift.match(forward, plan) if plan else None
 
-        routes = cache(partial(routes_of, forward.outputs, run.n, forward.trace.by_row))
-
         def fits(verdict: Verdict) -> bool:
-            if not verdict.holds(self._parameters.tensors(), routes):
+            is_same = verdict.holds(self._parameters.tensors(), lambda: forward.routes)
+            if not is_same or not self.examiner.takes(verdict, forward):
                 return False
             match = match_plan(verdict.plan)
             return match is None or (match.stations is not None and not match.mute and match.same)
@@ -155,6 +153,7 @@ class Audit:
         verdict = verdict or self._prove(forward, key, cached)
         self._latest = verdict
         verdict.apply(run)
+        forward.place_segments()
         if self._parameters.gathered():
             self._hook_sharded(run, verdict.sites)
         match = match_plan(verdict.plan)
@@ -200,6 +199,7 @@ class Audit:
         if cached is None and verdict.complete:
             self.cache_later([key], None, verdict, run)
         verdict.apply(run)
+        run.layouts = [NOWHERE if one == TAKEN else one for one in run.layouts]  # refused
         if verdict.plan is not None:
             run.refuse(-1, "tables_in_graph")
         elif not verdict.refusals and verdict.sites != [site for site, *_ in run.uses()]:

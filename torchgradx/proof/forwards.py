@@ -25,9 +25,12 @@ from torch.utils._pytree import tree_map
 from ..extension import Pass
 from ..graph.arguments import has_flat_rows, sized_tensors_in
 from ..graph.constant import Watch
-from ..graph.layout import SHARED
+from ..graph.heads import Taken, taken_rows, tensors_with_samples
+from ..graph.layout import SEGMENTS, SHARED, TAKEN
 from ..graph.modes import without_user_modes
-from ..graph.nodes import Graph
+from ..graph.nodes import Graph, Node
+from ..graph.owners import segments_from
+from ..graph.routes import routes_of
 from ..sharding import local_part
 from ..sites.several import End
 
@@ -120,6 +123,7 @@ class Forward:
     uses: Sequence[Any]  # (site, sizes of the output, node of the output, output of the node)
     outputs: Sequence[Tensor]  # of the model
     trace: ForwardTrace
+    batch_dim: int = 0
 
     @property
     def n(self) -> int:
@@ -128,6 +132,44 @@ class Forward:
     @cached_property
     def graph(self) -> Graph:
         return Graph(self.outputs)
+
+    @cached_property
+    def heads(self) -> Sequence[Tensor]:
+        """Return what may have the samples: the outputs, or what their losses are computed from."""
+        return tensors_with_samples(self.outputs, self.n, self.batch_dim)
+
+    @cached_property
+    def taken(self) -> list[Taken | None]:
+        """Return the rows that indices took, by head."""
+        return [taken_rows(t, self.n) for t in self.heads]
+
+    def samples_of(self, node: Node | None) -> Tensor | None:
+        """Return the sample of each row of a node's output, if indices took these rows."""
+        return next((one.samples for one in self.taken if one and node in one.nodes), None)
+
+    @cached_property
+    def routes(self) -> list[Any]:
+        """Return the rows that the batch's values chose: graph/routes.py."""
+        taken = [one for one in self.taken if one]
+        indices = {node: "taken" for one in taken for node in one.indices}
+        routes = routes_of(self.outputs, self.n, {**self.trace.by_row, **indices})
+        # Rows of one sample do not show whether those of two would mix.
+        return routes + [None] * any(bool(t[0] == t[-1]) for t, *_ in taken)
+
+    def place_segments(self) -> None:
+        """Give the pass the segments of uses whose layout is TAKEN."""
+        run, layouts = self.run, list(self.run.layouts)
+        first = len(layouts) - len(self.uses)
+        known: dict[int, int] = {}  # by the samples' id
+        for k, (_, _, node, _) in enumerate(self.uses, first):
+            if layouts[k] != TAKEN:
+                continue
+            samples: Any = self.samples_of(node)
+            if id(samples) not in known:
+                known[id(samples)] = SEGMENTS + len(run.segments)
+                run.segments = [*run.segments, segments_from(samples, self.n)]
+            layouts[k] = known[id(samples)]
+        run.layouts = layouts
 
 
 class _OfThread(threading.local):

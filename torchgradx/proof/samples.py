@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 from ..extension import Pass
 from ..graph.arguments import size_of_batch, sized_tensors_in, tensors_in
+from ..graph.heads import taken_rows
 from ..graph.nodes import Graph
 from ..kept import model_kept, random_state_kept
 from ..record.checkpoints import Reentrant
@@ -48,6 +49,7 @@ class KeptForward:
     may_share: bool  # the shapes do not tell an argument by sample from one that samples share
     grads: dict[int, Tensor] = field(default_factory=dict)  # by output
     outputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # with their versions
+    taken: dict[int, Tensor] = field(default_factory=dict)  # by output: see taken_rows()
 
 
 class Samples:
@@ -107,6 +109,8 @@ class Samples:
         for k, t in enumerate(tensors_in(out)):
             if t.requires_grad and t.grad_fn is not None:
                 call.outputs[k] = t.detach(), t._version
+                if taken := taken_rows(t, run.n):
+                    call.taken[k] = taken.samples
                 t.register_hook(partial(self._arrive, run.serial, call, k))
 
     def _why_skipped(self, n: int, module: nn.Module, arguments: Any) -> str | None:
@@ -203,7 +207,8 @@ class Samples:
             roots = {k: outputs[k] for k in call.grads if outputs[k].requires_grad}
             for k, alone in roots.items():
                 self._check_output(call, k, alone, n, sample)
-            seeds = [_seed(call.grads[k], t, n, sample, dim, is_mean) for k, t in roots.items()]
+            seeds = [_seed(call.grads[k], t, n, sample, dim, is_mean, call.taken.get(k))
+                     for k, t in roots.items()]  # fmt: skip
             for t, seed in zip(roots.values(), seeds, strict=True):
                 # The seed is all that arrived: an encoder's output has its decoder's part already.
                 t.register_hook(lambda _, seed=seed: seed)
@@ -212,9 +217,10 @@ class Samples:
     def _check_output(self, call: KeptForward, k: int, alone: Tensor, n: int, sample: int) -> None:
         """Raise RefusedError if an output of the sample is not what it was in the batch."""
         whole, version = call.outputs[k]
-        if alone.shape == whole.shape or whole._version != version:
+        taken = call.taken.get(k)
+        if (alone.shape == whole.shape and taken is None) or whole._version != version:
             return  # the model's own loss; or it was written into since
-        batched = _part(whole, alone, n, sample, self._options["batch_dim"])
+        batched = _part(whole, alone, n, sample, self._options["batch_dim"], taken)
         difference, size = (t.double().norm() for t in (alone.detach() - batched, batched))
         if difference > _tolerance({alone.dtype, call.regime.autocast}) * size:
             raise RefusedError(cause("output_alone", sample=sample))
@@ -248,15 +254,22 @@ def _pull_back(
             p.grad = g
 
 
-def _seed(g: Tensor, alone: Tensor, n: int, sample: int, dim: int, is_mean: bool) -> Tensor:
+def _seed(
+    g: Tensor, alone: Tensor, n: int, sample: int, dim: int, is_mean: bool, taken: Tensor | None
+) -> Tensor:
     """Return the sample's part of an output's gradient, in the shape of its output alone."""
-    if g.shape == alone.shape:  # the model's own loss, or an output that all samples share
+    if (
+        g.shape == alone.shape and taken is None
+    ):  # the model's own loss, or an output that all samples share
         return g / n if is_mean else g
-    return _part(g, alone, n, sample, dim)
+    return _part(g, alone, n, sample, dim, taken)
 
 
-def _part(t: Tensor, alone: Tensor, n: int, sample: int, dim: int) -> Tensor:
-    """Return the rows of one sample, in the shape of its output alone."""
+def _part(t: Tensor, alone: Tensor, n: int, sample: int, dim: int, taken: Tensor | None) -> Tensor:
+    """Return the rows of one sample, in the shape of its output alone. taken: the sample of each
+    row, where indices took these."""
+    if taken is not None:
+        return t[taken == sample].view_as(alone)
     sizes = alone.shape
     batches = [(*sizes[:d], n * size, *sizes[d + 1 :]) for d, size in enumerate(sizes)]
     fits = [d for d, shape in enumerate(batches) if shape == t.shape]

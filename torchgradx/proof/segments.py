@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..extension import _C, NATIVE
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
-from ..graph.owners import MAPPING, Owned, mask_joins, owners_below, owners_by
+from ..graph.owners import MAPPING, Owned, mask_joins, owners_below, owners_by, segments_from
 from ..refusals import cause, key_of
 from ..sites.site import ProbeParts
 from .audit import Audit
@@ -30,16 +28,9 @@ from .verdict import Verdict
 # Kinds of layers that are served; not those whose rows read their neighbours (convolutions).
 SERVED = ("linear", "transposed linear", "geometric linear", "embedding", "layernorm", "rmsnorm",
           "prelu", "vmap")  # fmt: skip
-MAX_RUNS = 16  # runs of samples with equal lengths; with more of them, rows are sorted by length
 ROUTED = ("mixes", "not_found", "unproven")  # refusals that owners may make unnecessary
 NO_VERDICT = Verdict([], [])
 Refusals = list[tuple[int, str]]  # (site, cause)
-
-
-class Segments(NamedTuple):
-    """The twin of C++'s Segments, without the extension."""
-
-    owners: Tensor
 
 
 @dataclass(frozen=True)
@@ -120,26 +111,6 @@ def sample_rows(options: Mapping[str, Any], args: Any, kwargs: Any) -> tuple[Ten
     if highest >= n:
         raise ValueError(f"sample_ids(args, kwargs) has the id {highest}, and batch_size= is {n}")
     return ids.detach().long().clone(), n
-
-
-def segments_from(owners: Tensor, n: int) -> Any:
-    """Return the segments of rows with these owners. To kernels, a run of samples with as many rows
-    each is one batch."""
-    if not NATIVE:
-        return Segments(owners)
-    counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
-    present = [sample for sample, count in enumerate(counts) if count]
-    in_order = bool((owners[1:] >= owners[:-1]).all())
-    changes = sum(counts[a] != counts[b] for a, b in pairwise(present))
-    order = None
-    if not in_order or changes >= max(MAX_RUNS, 2 * len(set(counts))):
-        present.sort(key=lambda sample: counts[sample])
-        rank = torch.full((n + 1,), n)
-        rank[present] = torch.arange(len(present))
-        order = rank.to(owners.device)[owners].argsort(stable=True)
-    samples = torch.tensor(present, dtype=torch.long, device=owners.device)
-    alike = groupby(counts[sample] for sample in present)
-    return _C.Segments(owners, order, samples, [(len(list(same)), rows) for rows, same in alike])
 
 
 class SegmentExaminer:
@@ -337,7 +308,8 @@ class SegmentExaminer:
             for (_, _, node, number), one in zip(uses, owned, strict=True)
         ]  # fmt: skip
         keep_caches = self._audit.forwards.keep_caches
-        findings = Seeding(heads, watched, run.n + 1, keep_caches, not run.in_graph).prove()
+        seeded = [(t, rows.where(rows < run.n, -1)) for t, rows in heads]
+        findings = Seeding(seeded, watched, run.n + 1, keep_caches, not run.in_graph).prove()
         proven = []
         for k, (_, sizes, _, _) in enumerate(uses):
             layout = findings[k].layout if findings else None

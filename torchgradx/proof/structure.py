@@ -13,22 +13,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from ..graph.heads import heads_of
 from ..graph.layout import (
     BATCH,
     NOWHERE,
     SEQUENCE,
     SHARED,
+    TAKEN,
     Finding,
     Heads,
     Seeding,
     Watched,
-    heads_of,
     is_python,
     layout_from_sizes,
 )
-from ..graph.routes import routes_of
 from ..graph.sizes import layout_from_views
 from ..refusals import cause
 from ..shared.frontier import LiftPlan
@@ -140,6 +143,8 @@ class Examiner:
             return _UseVerdict(SHARED if layout == SHARED else site.presumed)
         if isinstance(layout, str) or layout is None or (node is None and n != 1):
             return self._judge_unproven(exam, k, layout)
+        if layout == BATCH and self._taken(exam.forward, k) is not None:
+            return _UseVerdict(TAKEN)
         is_fixed = site.fixed and exam.watched[k].samples is None and n > 1
         if is_fixed and layout in {BATCH, SEQUENCE} - {site.presumed}:
             why = cause("batch_first", n=n, shape=list(sizes))
@@ -171,7 +176,7 @@ class Examiner:
         if isinstance(layout, str):
             why, complete = layout, True
         else:
-            seedable = any(n in t.shape for t in exam.forward.outputs)
+            seedable = any(n in t.shape for t in exam.forward.heads)
             why, complete = cause("unproven", n=n, name=self._layers[site].name), not seedable
             reruns = exam.has_python_nodes
             if (reruns or not seedable) and n > 1 and not self._parameters.gathered():
@@ -183,10 +188,11 @@ class Examiner:
         """Return the row indices that the batch's values chose. With a None in it, no other pass
         has the same routes: some choices cannot be seen."""
         n = forward.n
-        routes = routes_of(forward.outputs, n, forward.trace.by_row)
-        memory = self._forwards.memory
+        routes, memory = list(forward.routes), self._forwards.memory
         cut = any(
-            memory.is_picked(site) and layout != SHARED and layout_from_sizes(use.leads, n) is None
+            layout not in (SHARED, TAKEN)
+            and memory.is_picked(site)
+            and layout_from_sizes(use.leads, n) is None
             for (site, *_), use, layout in zip(forward.uses, uses, layouts, strict=True)
         )
         if n > 1 and (forward.trace.flat or cut or any(0 in use.leads for use in uses)):
@@ -216,7 +222,7 @@ class Examiner:
         if k in exam.tables:
             return True
         if use.samples is not None:
-            return False
+            return self._taken(exam.forward, k) is not None
         if sized is None or (site.fixed and sized != site.presumed):
             return True
         others = (end for j, end in exam.ends if j == k)
@@ -234,13 +240,13 @@ class Examiner:
     def _run_proof(self, exam: _Exam) -> tuple[list[Finding] | None, bool]:
         """Return (findings of all watched outputs, ambiguous: see above). The findings are None
         where no backward can run."""
-        n, outputs, memory = exam.forward.n, exam.forward.outputs, self._forwards.memory
+        n, tensors, memory = exam.forward.n, exam.forward.heads, self._forwards.memory
         if n < 2:
             first = (n == 1 or 0 in use.leads[:1] for use in exam.all_watched)
             return [Finding(BATCH if is_first else SEQUENCE) for is_first in first], False
         if not self._proves or self._parameters.gathered():
             return None, False
-        heads, others = heads_of(outputs, n, memory.dims, self._options["batch_dim"])
+        heads, others = self._heads(exam.forward)
         seeding = self._seeding(exam, heads)
         findings, ambiguous = seeding.prove(), False
         if findings is not None and others:
@@ -254,10 +260,13 @@ class Examiner:
                     if found is not None and self._agrees(exam, found) is not False:
                         heads, findings, ambiguous = other, found, False
                         break
-        exam.reached = None if findings is None else set(seeding.nodes)
+        is_whole = tensors is exam.forward.outputs  # else only what is below the losses is reached
+        exam.reached = set(seeding.nodes) if findings is not None and is_whole else None
         if findings is not None and not ambiguous:
             for t, dim in heads:
-                place = next(k for k, other in enumerate(outputs) if other is t)
+                if isinstance(dim, Tensor):
+                    continue
+                place = next(k for k, other in enumerate(tensors) if other is t)
                 memory.dims[place, t.dim()] = dim
         return findings, ambiguous
 
@@ -294,6 +303,8 @@ class Examiner:
         # Packed rows are no matter: each graph shows whose they are.
         if any(end.watched.samples is None for _, end in ends):
             return None
+        if not self.takes(verdict, forward):
+            return None
         fits = self._sizes_fit(verdict, watched, forward)
         routes = self._routes(forward, watched, verdict.layouts)
         by_row = all(isinstance(route, str) for route in routes)
@@ -328,12 +339,32 @@ class Examiner:
 
     def _confirms(self, forward: Forward, watched: list[Watched], layouts: list[int]) -> bool:
         """Return True if one backward shows these layouts."""
-        n, dims = forward.n, self._forwards.memory.dims
-        heads, others = heads_of(forward.outputs, n, dims, self._options["batch_dim"])
+        heads, others = self._heads(forward)
         if others or self._parameters.gathered() or not self._proves:
             return False
-        expected = [None if layout in (SHARED, NOWHERE) else layout for layout in layouts]
-        return Seeding(heads, watched, n, self._forwards.keep_caches).confirms(expected)
+        by_owners = {SHARED: None, NOWHERE: None, TAKEN: BATCH}  # see Seeding: samples are BATCH
+        expected = [by_owners.get(layout, layout) for layout in layouts]
+        return Seeding(heads, watched, forward.n, self._forwards.keep_caches).confirms(expected)
+
+    def _heads(self, forward: Forward) -> tuple[Heads, Sequence[Heads]]:
+        taken = [[t for t in one[:2] if t is not None] if one else () for one in forward.taken]
+        dims, batch_dim = self._forwards.memory.dims, self._options["batch_dim"]
+        return heads_of(forward.heads, taken, forward.n, dims, batch_dim)
+
+    def _taken(self, forward: Forward, k: int) -> Tensor | None:
+        """Return the sample of each row of a use, if indices took these rows."""
+        site, sizes, node, _ = forward.uses[k]
+        samples = forward.samples_of(node) if self._sites[site].declared < 0 else None
+        rows = prod(sizes[: self._sites[site].leads(len(sizes))])
+        return samples if samples is not None and len(samples) == rows else None
+
+    def takes(self, verdict: Verdict, forward: Forward) -> bool:
+        """Return True if the uses whose rows indices took are those of the verdict."""
+        return all(
+            layout in (SHARED, NOWHERE)
+            or (layout == TAKEN) == (self._taken(forward, k) is not None)
+            for k, layout in enumerate(verdict.layouts)
+        )
 
     def _watched(self, forward: Forward) -> tuple[list[Watched], list[tuple[int, End]]]:
         """Return the first output of each use, and the other outputs as (use, end)."""
@@ -346,7 +377,7 @@ class Examiner:
             declared = site.declared >= 0
             others = several.get((index, node), ()) if node is not None else ()
             first = (e for e in others if e.watched.node is node and e.watched.output_nr == number)
-            packed = next((end.watched.samples for end in first), None)
+            packed = next((end.watched.samples for end in first), self._taken(forward, k))
             watched.append(Watched(None if declared else node, number, leads, is_native, packed))
             if self._layers[index].inside and node is not None and not declared and n > 1:
                 ends += [(k, end) for end in ends_of_node(node, graph, forward.outputs, leads, n)]
