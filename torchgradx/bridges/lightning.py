@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from ..errors import CoverageError
-from ..sites.native import Hooks
 from .steps import StepNorms, scale_of
 
 __all__ = ["GradNorms"]
@@ -23,19 +22,9 @@ class _Step(nn.Module):
         super().__init__()
         self._modules = task._modules  # by the same names
         self._run = run
-        self._outputs: list[Any] | None = None  # what calls of the task itself return in a step
 
-    def see(self, task: LightningModule, args: Any, output: Any) -> None:
-        if self._outputs is not None:
-            self._outputs.append(output)
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-        outputs: list[Any] = []
-        self._outputs = outputs
-        try:
-            return self._run(*args, **kwargs), outputs  # a loss alone proves little of its samples
-        finally:
-            self._outputs = None  # evaluation is not seen, and nothing kept
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
 
 
 class GradNorms(StepNorms, Callback):
@@ -83,12 +72,8 @@ class GradNorms(StepNorms, Callback):
         return self._whole_step(trainer, task)
 
     def _whole_step(self, trainer: Trainer, task: LightningModule) -> nn.Module:
-        step = _Step(task, trainer.strategy.training_step)
-        hooks = Hooks(task)  # which copies of the task do without
-        hooks.add(task.register_forward_hook, step.see)
-        trainer.strategy.training_step = lambda *args, **kwargs: step(*args, **kwargs)[0]
+        step = trainer.strategy.training_step = _Step(task, trainer.strategy.training_step)
         self._undo.callback(delattr, trainer.strategy, "training_step")
-        self._undo.callback(hooks.remove)
         self._whole = True
         return step
 
