@@ -1,9 +1,8 @@
-"""The benchmark suite where no clock is needed: verdicts, comparisons, the README's table."""
+"""The benchmark suite where no clock is needed: verdicts, stages, the README's table."""
 
 import copy
 import json
 import sys
-from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,9 @@ from torch import nn
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
-import compare  # noqa: E402
 import readme  # noqa: E402
-import timing  # noqa: E402
 from fresh import rows_of  # noqa: E402
 from rivals import RIVALS, judged  # noqa: E402
-from timing import Budget, interleaved  # noqa: E402
 from workloads import OURS, QUICK, WORKLOADS, by_loop, check, classifier  # noqa: E402
 
 RESULTS = json.loads(readme.RESULTS.read_text())
@@ -64,72 +60,6 @@ def test_a_stage_yields_its_rows(command, keys, tmp_path):
     options = ["--oracles", str(tmp_path)] if command[0] == "steps.py" else []
     for row in rows_of(*command, *options, "--quick", heap="warm", threads=1):
         assert all(keys <= set(part) for part in (row if isinstance(row, list) else [row]))
-
-
-# timing.py, under a clock that tells what it is told
-class Clock:
-    """Runs of steps, each a time that it takes; `ran` has their names."""
-
-    def __init__(self, monkeypatch):
-        self.now, self.ran = 0.0, ""
-        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
-
-    def step(self, name, *takes):
-        times = cycle(takes)
-
-        def run():
-            self.ran += name
-            self.now += next(times)
-
-        return run
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    return Clock(monkeypatch)
-
-
-def test_a_ratio_is_to_the_mean_of_the_plain_steps_before_and_after(clock):
-    plain = clock.step(".", 1.0, 3.0)
-    ratio = interleaved(plain, {"a": clock.step("a", 2.0, 4.0)}, Budget(2))["a"]
-    assert (ratio.median, ratio.plain_milliseconds) == (2.0, 1500)  # the first has one neighbour
-
-
-# compare.py
-def results(**changes):
-    figures = {"median": 1.0, "p20": 0.98, "p80": 1.02, "rounds": 16}
-    ways = {way: {**figures, **changes.get(way, {})} for way in ("fused", "scoring")}
-    kernel = {"layer": "linear", "n": 8, "t": 4, "i": 2, "o": 3, "groups": 1, "algorithm": "gram"}
-    return {
-        "machine": {"cpu": "any"},
-        "commit": "0123456789",
-        "rows": [{"workload": "MLP", "heap": "warm", "threads": 1, "ratios": ways}],
-        "kernels": [{**kernel, **figures, **changes.get("gram", {})}],
-        "memory": [{"workload": "MLP", "way": "fused", "ratio": 1.01, **changes.get("memory", {})}],
-    }
-
-
-SLOWER = {"median": 1.1, "p20": 1.05, "p80": 1.2}
-COMPARED = [
-    ({}, []),
-    ({"fused": SLOWER}, ["MLP, warm heap, 1 threads: fused"]),
-    ({"fused": {"median": 1.1, "p20": 1.01, "p80": 1.2}}, []),  # within the spread
-    ({"fused": {**SLOWER, "rounds": 3}}, []),  # within three standard errors
-    ({"fused": {**SLOWER, "rounds": 1}}, []),  # whose spread nobody knows
-    ({"gram": SLOWER}, ["linear N=8 T=4 I=2 O=3: gram / GEMM"]),
-    ({"memory": {"ratio": 1.04}}, ["MLP: fused, memory"]),
-]
-
-
-@pytest.mark.parametrize(("changes", "worse"), COMPARED)
-def test_compare_fails_where_a_median_is_slower_beyond_the_spread(changes, worse, tmp_path, capsys):
-    files = tmp_path / "old.json", tmp_path / "new.json"
-    for file, content in zip(files, (results(), results(**changes)), strict=True):
-        file.write_text(json.dumps(content))
-    assert compare.main(*map(str, files)) == bool(worse)
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in worse)
-    assert shown.splitlines()[-1].startswith(f"{len(worse)} of 3 times and 1 peaks")
 
 
 # The committed results and what is made of them
