@@ -7,13 +7,16 @@ import torch
 import torch.nn.functional as F
 from attach_models import Model, square
 from attach_modes import a_few_modes, every_mode, title
-from attach_oracle import check, close_named, loop
-from attach_steps import exact_or_refused, refusal, refused
-from clip_oracle import check_clip
+from attach_oracle import check, close, close_named, loop
+from attach_steps import exact_or_refused, refusal, refused, step_or_refused
+from clip_oracle import bounded, check_clip, gradients, norms_of, weighted
+from test_attach_rows import T as PLACES
+from test_attach_rows import by_length, lengths, places
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 import torchgradx
+from torchgradx import ops
 
 N = 4
 
@@ -232,3 +235,112 @@ def test_outputs_that_come_back_in_backwards_of_their_own(retained, offloaded, o
             close_named(probe.norms(per="parameter"), want)
         else:
             refusal(probe, "retain_graph=True")
+
+
+PICKS = {
+    "mask": lambda h, m: h[m],
+    "flat": lambda h, m: h.flatten(0, 1).index_select(0, places(m)),
+    "in pieces": lambda h, m: h[m].view(-1, 1, 3),
+}
+MIXING = {  # rows of a head that are not a sample's alone, in some batches
+    "turned": lambda h, m: h[m].flip(0),
+    "less their mean": lambda h, m: h[m] - h[m].mean(0),
+    "ordered": lambda h, m: h[m][h[m][:, 0].argsort()],
+    "samples sorted": lambda h, m: h[by_length(m)][m[by_length(m)]],
+    "two masks": lambda h, m: torch.cat([h[m], h[~m]]),
+    "pairs of rows": lambda h, m: F.avg_pool1d(h[m].T[None], 2, ceil_mode=True)[0].T,
+    "and by sample": lambda h, m: h[m] + h[m].view(len(m), -1, 3).mean(1).mean(0),
+    "the one before": lambda h, m: h.mean(1)[(torch.arange(len(m)) - 1).clamp(min=0)],
+}
+
+
+def masked(pick, last=nn.Linear, loss=False):
+    """A model whose outputs are the rows of a mask alone, as of heads for masked words."""
+
+    def forward(model, x, m):
+        h = torch.tanh(model.a(x))
+        h = h + h.mean(1, keepdim=True) + model.table(torch.arange(PLACES))
+        y = model.c(torch.relu(model.norm(model.b(pick(h, m)))))
+        return y.square().sum() if loss else y
+
+    layers = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": last(3, 3)}
+    return Model(forward, **layers, norm=nn.LayerNorm(3), table=nn.Embedding(PLACES, 3)).double()
+
+
+def of_rows(model, x, m):
+    y = model(x, m)
+    return (y.square().sum() if y.dim() else y) / len(x)
+
+
+def batches(*counts):
+    for k in counts:  # no order of the rows tells the places
+        yield torch.randn(len(k), PLACES, 3).double(), lengths(*k)[:, torch.randperm(PLACES)]
+
+
+COUNTS = [(2, 1, 3), (3, 0, 2), (1, 1, 1), (2, 0, 1), (4, 1, 0), (0, 4, 0), (1, 2, 4, 3), (1, 3)]
+
+
+@a_few_modes
+@pytest.mark.parametrize("loss", [False, True] if ops.NATIVE else [False])
+@pytest.mark.parametrize("way", PICKS)
+def test_outputs_that_a_mask_takes_are_exact(way, loss, options, backwards):
+    model, found = masked(PICKS[way], loss=loss), []
+    with torchgradx.attach(model, **options) as probe:
+        for x, m in batches(*COUNTS):
+            want = loop(model, of_rows, x, m)
+            backwards.clear()
+            own = of_rows(model, x, m)
+            found.append(len(backwards))
+            own.backward()
+            close_named(probe.norms(per="parameter"), want)
+    assert found[:2] == [2, 0]
+
+
+@pytest.mark.parametrize("way", MIXING)
+def test_outputs_that_a_mask_takes_and_others_mix_are_refused(way):
+    model = masked(MIXING[way])
+    with torchgradx.attach(model) as probe:
+        found = [step_or_refused(probe, model, x, m, loss=of_rows)
+                 for x, m in batches((2, 2, 2), (1, 4, 1), (3, 1, 2), (2, 2, 2))]  # fmt: skip
+    assert all(found[1:3])
+
+
+@pytest.mark.parametrize("last", [lambda *_: nn.PReLU(), lambda k, _: nn.GroupNorm(1, k)])
+def test_layers_that_have_no_rows_are_refused_on_those_of_a_mask(last):
+    model = masked(PICKS["mask"], last)
+    with torchgradx.attach(model) as probe:
+        of_rows(model, *next(batches((2, 1, 3)))).backward()
+        assert all(name.startswith("c.") for name in refusal(probe).parameters)
+
+
+def test_outputs_that_a_mask_takes_are_clipped_and_run_alone():
+    model, (x, m) = masked(PICKS["mask"]), next(batches((2, 1, 3)))
+    one_by_one = gradients(model, of_rows, x, m)
+    whole = norms_of(one_by_one, "model")
+    with torchgradx.attach(model, clip=True, check="samples") as probe:
+        of_rows(model, x, m).backward()
+        close(probe.clip_grad_norm_(float(whole[""].median())), whole[""])
+    want = weighted(one_by_one, bounded(whole, whole[""].median()), "model")
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, want[name] / len(x), rtol=1e-9, atol=1e-12)
+
+
+RETURNED = {  # losses of outputs [N, T, 3] and [N, T, N], of sizes that may be taken for N
+    "over the samples first": lambda m, y: y.square().mean(0).sum(),
+    "classes in front": lambda m, y: y.permute(2, 0, 1).flatten(1).square().mean(),
+    "with a penalty": lambda m, y: y.square().mean() + m.l.weight.square().sum(),
+    "with differences": lambda m, y: y.square().mean() + m.l.weight.diff(dim=0).square().sum(),
+}
+
+
+@pytest.mark.parametrize("t", [N, 6])
+@pytest.mark.parametrize("classes", [3, N])
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_returned_loss_of_sizes_as_n_is_exact_or_refused(name, classes, t):
+    model = Model(lambda m, x: RETURNED[name](m, m.l(torch.tanh(m.a(x)))),
+                  a=nn.Linear(3, 3), l=nn.Linear(3, classes)).double()  # fmt: skip
+    with torchgradx.attach(model) as probe:
+        for _ in range(2):
+            x = torch.randn(N, t, 3).double()
+            why = step_or_refused(probe, model, x, loss=lambda m, x: m(x))
+            assert bool(why) == name.startswith("with") or not ops.NATIVE

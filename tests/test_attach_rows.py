@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from attach_models import Model, square
 from attach_modes import ANY, a_few_modes, each_of, need_native
-from attach_oracle import close, close_named, loop
+from attach_oracle import close_named
 from attach_steps import exact_step, exact_steps, read_or_refused, refusal, step_or_refused
-from clip_oracle import bounded, gradients, norms_of, weighted
 from segment_models import WORDS, Experts
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -125,79 +124,6 @@ def test_batches_of_equal_sizes_that_choose_otherwise_are_exact_or_refused(
             exact += refusal is None
             assert refusal is None or reentrant or m is not ALIKE or name == "packed", refusal
     assert exact == 0 if reentrant else exact >= 4
-
-
-PICKS = {
-    "mask": lambda h, m: h[m],
-    "flat": lambda h, m: h.flatten(0, 1).index_select(0, places(m)),
-    "turned": lambda h, m: h[m].flip(0),
-    "mixed": lambda h, m: h[m] - h[m].mean(0),
-    "sorted": lambda h, m: h[by_length(m)][m[by_length(m)]],
-    "two": lambda h, m: torch.cat([h[m], h[~m]]),
-}
-
-
-def masked(way):
-    """A model whose outputs are the rows of a mask alone, as of heads for masked words."""
-
-    def forward(model, x, m):
-        h = torch.tanh(model.a(x))
-        h = h + h.mean(1, keepdim=True) + model.table(torch.arange(T))
-        head = lambda h: model.c(torch.relu(model.norm(model.b(h))))  # noqa: E731
-        if way == "loss":
-            return head(h[m]).square().sum()
-        return head(h)[m] if way == "late" else head(PICKS[way](h, m))
-
-    layers = {key: nn.Linear(3, 3) for key in "abc"}
-    return Model(forward, **layers, norm=nn.LayerNorm(3), table=nn.Embedding(T, 3)).double()
-
-
-def of_rows(model, x, m):
-    y = model(x, m)
-    return (y.square().sum() if y.dim() else y) / len(x)
-
-
-COUNTS = [(2, 1, 3), (3, 0, 2), (1, 1, 1), (2, 0, 1), (4, 1, 0), (0, 4, 0), (1, 2, 4, 3), (1, 3)]
-
-
-@a_few_modes
-@pytest.mark.parametrize("way", ["mask", "flat", "late", *["loss"] * ops.NATIVE])
-def test_outputs_that_a_mask_takes_are_exact(way, options, backwards):
-    model, found = masked(way), []
-    batches = [(torch.randn(len(k), T, 3, dtype=torch.float64), lengths(*k)) for k in COUNTS]
-    for _, m in batches:  # no order of the rows tells the places
-        m[:] = m[:, torch.randperm(T)]
-    with torchgradx.attach(model, **options) as probe:
-        for x, m in batches:
-            want = loop(model, of_rows, x, m)
-            backwards.clear()
-            loss = of_rows(model, x, m)
-            found.append(len(backwards))
-            loss.backward()
-            close_named(probe.norms(per="parameter"), want)
-    assert found[:2] == [2, 0]
-
-
-@pytest.mark.parametrize("way", ["turned", "mixed", "sorted", "two"])
-def test_outputs_that_a_mask_takes_and_others_mix_are_refused(way):
-    model = masked(way)
-    with torchgradx.attach(model) as probe:
-        for k in COUNTS[:2]:
-            of_rows(model, rows(), lengths(*k)).backward()
-            refusal(probe, "rows mix")
-            probe.reset()
-
-
-def test_outputs_that_a_mask_takes_are_clipped_and_run_alone():
-    model, x, m = masked("mask"), rows(), lengths(2, 1, 3)
-    one_by_one = gradients(model, of_rows, x, m)
-    whole = norms_of(one_by_one, "model")
-    with torchgradx.attach(model, clip=True, check="samples") as probe:
-        of_rows(model, x, m).backward()
-        close(probe.clip_grad_norm_(float(whole[""].median())), whole[""])
-    want = weighted(one_by_one, bounded(whole, whole[""].median()), "model")
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, want[name] / N, rtol=1e-9, atol=1e-12)
 
 
 UNPADDED = {  # rows of x [N T, 3] at these places

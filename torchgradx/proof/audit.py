@@ -153,7 +153,7 @@ class Audit:
         verdict = verdict or self._prove(forward, key, cached)
         self._latest = verdict
         verdict.apply(run)
-        forward.place_segments()
+        forward.place_segments(partial(self.examiner.rows_of, forward))
         if self._parameters.gathered():
             self._hook_sharded(run, verdict.sites)
         match = match_plan(verdict.plan)

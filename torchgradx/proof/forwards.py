@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from ..extension import Pass
 from ..graph.arguments import has_flat_rows, sized_tensors_in
 from ..graph.constant import Watch
-from ..graph.heads import Taken, taken_rows, tensors_with_samples
+from ..graph.heads import Taken, last_layers, taken_rows
 from ..graph.layout import SEGMENTS, SHARED, TAKEN
 from ..graph.modes import without_user_modes
 from ..graph.nodes import Graph, Node
@@ -123,7 +123,8 @@ class Forward:
     uses: Sequence[Any]  # (site, sizes of the output, node of the output, output of the node)
     outputs: Sequence[Tensor]  # of the model
     trace: ForwardTrace
-    batch_dim: int = 0
+    memory: Memory
+    batch_dim: int
 
     @property
     def n(self) -> int:
@@ -134,18 +135,30 @@ class Forward:
         return Graph(self.outputs)
 
     @cached_property
+    def inner(self) -> list[Tensor]:
+        """Return the outputs of the last layers, if the model's outputs have no samples."""
+        n, tables = self.n, self.memory.tables(self.uses)
+        if n < 2 or any(n in t.shape for t in self.outputs) or any(taken_rows(self.outputs, n)):
+            return []
+        layers = {node for k, (_, _, node, _) in enumerate(self.uses) if k not in tables}
+        return last_layers(self.outputs, layers, n, self.batch_dim)
+
+    @property
     def heads(self) -> Sequence[Tensor]:
-        """Return what may have the samples: the outputs, or what their losses are computed from."""
-        return tensors_with_samples(self.outputs, self.n, self.batch_dim)
+        """Return what may have the samples."""
+        return self.inner or self.outputs
 
     @cached_property
     def taken(self) -> list[Taken | None]:
         """Return the rows that indices took, by head."""
-        return [taken_rows(t, self.n) for t in self.heads]
+        return taken_rows(self.heads, self.n)
 
-    def samples_of(self, node: Node | None) -> Tensor | None:
+    def samples_of(self, node: Node | None, rows: int) -> Tensor | None:
         """Return the sample of each row of a node's output, if indices took these rows."""
-        return next((one.samples for one in self.taken if one and node in one.nodes), None)
+        samples = next((one.samples for one in self.taken if one and node in one.nodes), None)
+        if samples is None or rows == len(samples):
+            return samples
+        return None if rows % len(samples) else samples.repeat_interleave(rows // len(samples))
 
     @cached_property
     def routes(self) -> list[Any]:
@@ -154,21 +167,22 @@ class Forward:
         indices = {node: "taken" for one in taken for node in one.indices}
         routes = routes_of(self.outputs, self.n, {**self.trace.by_row, **indices})
         # Rows of one sample do not show whether those of two would mix.
-        return routes + [None] * any(bool(t[0] == t[-1]) for t, *_ in taken)
+        return routes + [None] * any(bool(one.samples[0] == one.samples[-1]) for one in taken)
 
-    def place_segments(self) -> None:
-        """Give the pass the segments of uses whose layout is TAKEN."""
+    def place_segments(self, rows: Callable[[int], int]) -> None:
+        """Give the pass the segments of uses whose layout is TAKEN. rows: of a use."""
         run, layouts = self.run, list(self.run.layouts)
         first = len(layouts) - len(self.uses)
-        known: dict[int, int] = {}  # by the samples' id
-        for k, (_, _, node, _) in enumerate(self.uses, first):
-            if layouts[k] != TAKEN:
+        places: dict[tuple[int, int], int] = {}  # by the head and the number of rows
+        for k, (_, _, node, _) in enumerate(self.uses):
+            if layouts[first + k] != TAKEN:
                 continue
-            samples: Any = self.samples_of(node)
-            if id(samples) not in known:
-                known[id(samples)] = SEGMENTS + len(run.segments)
+            key = next(j for j, one in enumerate(self.taken) if one and node in one.nodes), rows(k)
+            if key not in places:
+                samples: Any = self.samples_of(node, rows(k))
+                places[key] = SEGMENTS + len(run.segments)
                 run.segments = [*run.segments, segments_from(samples, self.n)]
-            layouts[k] = known[id(samples)]
+            layouts[first + k] = places[key]
         run.layouts = layouts
 
 

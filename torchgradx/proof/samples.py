@@ -109,8 +109,8 @@ class Samples:
         for k, t in enumerate(tensors_in(out)):
             if t.requires_grad and t.grad_fn is not None:
                 call.outputs[k] = t.detach(), t._version
-                if taken := taken_rows(t, run.n):
-                    call.taken[k] = taken.samples
+                if rows := taken_rows([t], run.n)[0]:
+                    call.taken[k] = rows.samples
                 t.register_hook(partial(self._arrive, run.serial, call, k))
 
     def _why_skipped(self, n: int, module: nn.Module, arguments: Any) -> str | None:

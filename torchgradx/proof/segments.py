@@ -17,17 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..graph.heads import taken_rows
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
 from ..graph.owners import MAPPING, Owned, mask_joins, owners_below, owners_by, segments_from
 from ..refusals import cause, key_of
 from ..sites.site import ProbeParts
 from .audit import Audit
 from .forwards import Forward
+from .structure import SERVED
 from .verdict import Verdict
 
-# Kinds of layers that are served; not those whose rows read their neighbours (convolutions).
-SERVED = ("linear", "transposed linear", "geometric linear", "embedding", "layernorm", "rmsnorm",
-          "prelu", "vmap")  # fmt: skip
 ROUTED = ("mixes", "not_found", "unproven")  # refusals that owners may make unnecessary
 NO_VERDICT = Verdict([], [])
 Refusals = list[tuple[int, str]]  # (site, cause)
@@ -180,8 +179,10 @@ class SegmentExaminer:
         refusals: Refusals = []
         inputs = Inputs.of(ids, n)
         live = [t for t in forward.outputs if t.grad_fn is not None and t.is_floating_point()]
-        heads = [(t, rows) for k, t in enumerate(live)
-                 if (rows := self._owners_of_output(k, t, inputs)) is not None]  # fmt: skip
+        taken = taken_rows(live, n) if ids is None else [None] * len(live)
+        heads = [(t, rows) for k, (t, one) in enumerate(zip(live, taken, strict=True))
+                 if (rows := one.samples if one else self._owners_of_output(k, t, inputs))
+                 is not None]  # fmt: skip
         if uses and not heads:
             return [(-1, "segments_outputs")], []
         ends = {(t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == n)) for t, rows in heads}

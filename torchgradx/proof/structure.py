@@ -42,6 +42,10 @@ from ..sites.site import ProbeParts
 from .forwards import Forward, Forwards
 from .verdict import Verdict, total_version, zeros_of
 
+# Kinds of layers that are served where samples have any rows; not those that read neighbours.
+SERVED = ("linear", "transposed linear", "geometric linear", "embedding", "layernorm", "rmsnorm",
+          "vmap")  # fmt: skip
+
 
 @dataclass
 class _Exam:
@@ -59,6 +63,10 @@ class _Exam:
     @property
     def all_watched(self) -> list[Watched]:
         return [*self.watched, *(end.watched for _, end in self.ends), *self.region]
+
+    def is_proven(self, node: Any) -> bool:
+        """Return True if the proof's backwards ran through a node, or from all outputs."""
+        return self.reached is not None and (not self.forward.inner or node in self.reached)
 
     @cached_property
     def has_python_nodes(self) -> bool:
@@ -126,7 +134,7 @@ class Examiner:
         plan, complete = None, True
         if proof is not None or exam.is_constant is not None:
             of_region = findings[len(findings) - len(exam.region) :]
-            plan = self._lift.plan(exam.forward.n, start, found, of_region, proof is not None)
+            plan = self._lift.plan(exam.forward, start, found, of_region, exam.is_proven)
         elif start.tables or start.beside or start.read:  # sizes tell no table from activations
             self._forwards.watch_again()
             complete = False
@@ -144,7 +152,13 @@ class Examiner:
         if isinstance(layout, str) or layout is None or (node is None and n != 1):
             return self._judge_unproven(exam, k, layout)
         if layout == BATCH and self._taken(exam.forward, k) is not None:
-            return _UseVerdict(TAKEN)
+            kind = self._layers[index].kind
+            why = (
+                None
+                if kind in SERVED
+                else cause("segments_kind", kind=self._layers[index].type_name)
+            )
+            return _UseVerdict(NOWHERE if why else TAKEN, True, why)
         is_fixed = site.fixed and exam.watched[k].samples is None and n > 1
         if is_fixed and layout in {BATCH, SEQUENCE} - {site.presumed}:
             why = cause("batch_first", n=n, shape=list(sizes))
@@ -160,7 +174,7 @@ class Examiner:
         sized = self._layout_from_sizes(exam.forward, k, use) if use.samples is None else None
         if not self._is_unsure(exam, k, layout, sized):
             return _UseVerdict(presumed if sized is None else sized)
-        nodes = graph.parents if exam.reached is None else exam.reached
+        nodes = graph.parents if exam.reached is None or exam.forward.inner else exam.reached
         detached = bool(exam.forward.outputs) and node is not None and node not in nodes
         zeros = k in exam.zeros
         if detached or (zeros and not isinstance(layout, str)):
@@ -239,7 +253,7 @@ class Examiner:
     def _run_proof(self, exam: _Exam) -> tuple[list[Finding] | None, bool]:
         """Return (findings of all watched outputs, ambiguous: see above). The findings are None
         where no backward can run."""
-        n, tensors, memory = exam.forward.n, exam.forward.heads, self._forwards.memory
+        n, memory = exam.forward.n, self._forwards.memory
         if n < 2:
             first = (n == 1 or 0 in use.leads[:1] for use in exam.all_watched)
             return [Finding(BATCH if is_first else SEQUENCE) for is_first in first], False
@@ -248,10 +262,11 @@ class Examiner:
         heads, others = self._heads(exam.forward)
         seeding = self._seeding(exam, heads)
         findings, ambiguous = seeding.prove(), False
-        if findings is not None and others:
+        unsure = any(one and not one.sure for one in exam.forward.taken)
+        if findings is not None and (others or unsure):
             agrees = self._agrees(exam, findings)
             if agrees is None:
-                ambiguous = any(seeding.differs(other, findings) for other in others)
+                ambiguous = unsure or any(seeding.differs(other, findings) for other in others)
             elif not agrees:
                 ambiguous = not any(isinstance(one.layout, str) for one in findings)
                 for other in others:
@@ -259,14 +274,12 @@ class Examiner:
                     if found is not None and self._agrees(exam, found) is not False:
                         heads, findings, ambiguous = other, found, False
                         break
-        is_whole = tensors is exam.forward.outputs  # else only what is below the losses is reached
-        exam.reached = set(seeding.nodes) if findings is not None and is_whole else None
-        if findings is not None and not ambiguous:
+        exam.reached = None if findings is None else set(seeding.nodes)
+        if findings is not None and not ambiguous and not exam.forward.inner:
             for t, dim in heads:
-                if isinstance(dim, Tensor):
-                    continue
-                place = next(k for k, other in enumerate(tensors) if other is t)
-                memory.dims[place, t.dim()] = dim
+                place = next(k for k, other in enumerate(exam.forward.outputs) if other is t)
+                if isinstance(dim, int):
+                    memory.dims[place, t.dim()] = dim
         return findings, ambiguous
 
     def _seeding(self, exam: _Exam, heads: Heads) -> Seeding:
@@ -346,16 +359,19 @@ class Examiner:
         return Seeding(heads, watched, forward.n, self._forwards.keep_caches).confirms(expected)
 
     def _heads(self, forward: Forward) -> tuple[Heads, Sequence[Heads]]:
-        taken = [[t for t in one[:2] if t is not None] if one else () for one in forward.taken]
-        dims, batch_dim = self._forwards.memory.dims, self._options["batch_dim"]
+        dims = {} if forward.inner else self._forwards.memory.dims
+        taken, batch_dim = forward.taken, self._options["batch_dim"]
         return heads_of(forward.heads, taken, forward.n, dims, batch_dim)
+
+    def rows_of(self, forward: Forward, k: int) -> int:
+        site, sizes, *_ = forward.uses[k]
+        return prod(sizes[: self._sites[site].leads(len(sizes))])
 
     def _taken(self, forward: Forward, k: int) -> Tensor | None:
         """Return the sample of each row of a use, if indices took these rows."""
-        site, sizes, node, _ = forward.uses[k]
-        samples = forward.samples_of(node) if self._sites[site].declared < 0 else None
-        rows = prod(sizes[: self._sites[site].leads(len(sizes))])
-        return samples if samples is not None and len(samples) == rows else None
+        site, _, node, _ = forward.uses[k]
+        is_declared = self._sites[site].declared >= 0
+        return None if is_declared else forward.samples_of(node, self.rows_of(forward, k))
 
     def takes(self, verdict: Verdict, forward: Forward) -> bool:
         """Return True if the uses whose rows indices took are those of the verdict."""

@@ -67,14 +67,20 @@ class Lift:
         return Uses(*parts, forward.uses, forward.outputs)
 
     def plan(
-        self, n: int, start: Start, found: list[Finding], of_region: list[Finding], proven: bool
+        self,
+        forward: Any,
+        start: Start,
+        found: list[Finding],
+        of_region: list[Finding],
+        is_proven: Callable[[Node], bool],
     ) -> LiftPlan | None:
         """Return the plan of the lifted uses of a new structure; None if there are none.
-        found, of_region: findings of the uses and of the region. proven: backwards could run."""
-        uses, graph, read, beside = start.uses, start.graph, start.read, start.beside
-        kinds = (str,) if proven else (str, type(None))  # layouts of rows that may mix samples
+        found, of_region: findings of the uses and of the region. is_proven: whether weighted
+        backwards ran through a node."""
+        n, uses, graph, read, beside = forward.n, start.uses, start.graph, start.read, start.beside
         tables = (k for k in start.tables if uses.nodes[k] is not None)
-        mixing = {k for k in tables if isinstance(found[k].layout, kinds)}
+        unknown = {k: () if is_proven(uses.nodes[k]) else (type(None),) for k in tables}
+        mixing = {k for k, none in unknown.items() if isinstance(found[k].layout, (str, *none))}
         if mixing != start.tables:
             graph, called = uses.prune_graph(mixing, beside)
             read = uses.find_reads(graph, called, beside)
@@ -89,7 +95,9 @@ class Lift:
                 is_cheap = partial(asking.is_cheap, self._large_weight(n, own))
                 groups.append(Climb(k, own, asking.is_able if runs_once else is_cheap))
         groups += [Climb(k, uses.own(k, graph), asking.is_able) for k in read]
-        layouts = start.region.layouts(of_region, proven)
+        layouts = start.region.layouts(of_region, is_proven)
+        taken = {node for one in forward.taken if one for node in one.nodes}
+        layouts.update(dict.fromkeys(taken & layouts.keys()))  # their rows differ in each pass
         plan = plan_lift(n, graph, groups, start.region, layouts)
         return plan if plan.starts else None
 
