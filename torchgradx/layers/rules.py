@@ -207,6 +207,12 @@ def _constants(*names: str, **renamed: str) -> Callable[[Any], dict[str, Any]]:
     return describe
 
 
+def _describe_table(module: nn.Embedding) -> dict[str, Any]:
+    found = _constants("padding_idx", "sparse", "max_norm")(module)
+    found["constants"]["rows"] = len(module.weight)  # num_embeddings may be another tied table's
+    return found
+
+
 def _make(name: str) -> Callable[[Layer], Any]:
     return lambda layer: getattr(_C, name)(**layer.constants)
 
@@ -286,10 +292,9 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
     for kind in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
         # the stock forward stays: it takes an output_size besides its input
         yield _row(kind, _describe_transposed, _make_convolution, when=_fits, swaps=False)
-    rows = _constants("padding_idx", "sparse", "max_norm", rows="num_embeddings")
     table = _make("embedding_layer")
     tables: dict[str, Any] = {"swaps": False, "whole": True, "served_by": GATHER}
-    yield _row(nn.Embedding, rows, table, lambda layer, dims: dims, when=_is_unscaled, **tables)
+    yield _row(nn.Embedding, _describe_table, table, lambda layer, dims: dims, when=_is_unscaled, **tables)
     plain = lambda module: module.max_norm is None and _is_unscaled(module)  # noqa: E731
     yield _row(nn.EmbeddingBag, _constants(), when=plain, served_by=BAGS, has_closed_form=True)
     yield _row(nn.Bilinear, _constants(), served_by=PAIRS, has_closed_form=True)

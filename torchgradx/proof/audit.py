@@ -137,7 +137,7 @@ class Audit:
 
         def fits(verdict: Verdict) -> bool:
             is_same = verdict.holds(self._parameters.tensors(), lambda: forward.routes)
-            if not is_same or not self.examiner.takes(verdict, forward):
+            if not is_same or not forward.takes(verdict.layouts):
                 return False
             match = match_plan(verdict.plan)
             return match is None or (match.stations is not None and not match.mute and match.same)
@@ -153,7 +153,7 @@ class Audit:
         verdict = verdict or self._prove(forward, key, cached)
         self._latest = verdict
         verdict.apply(run)
-        forward.place_segments(partial(self.examiner.rows_of, forward))
+        forward.place_segments()
         if self._parameters.gathered():
             self._hook_sharded(run, verdict.sites)
         match = match_plan(verdict.plan)

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,9 @@ from ..extension import Pass
 from ..graph.arguments import has_flat_rows, sized_tensors_in
 from ..graph.constant import Watch
 from ..graph.heads import Taken, last_layers, taken_rows
-from ..graph.layout import SEGMENTS, SHARED, TAKEN
+from ..graph.layout import NOWHERE, SEGMENTS, SHARED, TAKEN
 from ..graph.modes import without_user_modes
-from ..graph.nodes import Graph, Node
+from ..graph.nodes import Graph
 from ..graph.owners import segments_from
 from ..graph.routes import routes_of
 from ..sharding import local_part
@@ -124,6 +125,7 @@ class Forward:
     outputs: Sequence[Tensor]  # of the model
     trace: ForwardTrace
     memory: Memory
+    sites: Sequence[Any]
     batch_dim: int
 
     @property
@@ -153,12 +155,22 @@ class Forward:
         """Return the rows that indices took, by head."""
         return taken_rows(self.heads, self.n)
 
-    def samples_of(self, node: Node | None, rows: int) -> Tensor | None:
-        """Return the sample of each row of a node's output, if indices took these rows."""
+    def samples_of(self, k: int) -> Tensor | None:
+        """Return the sample of each row of a use, if indices took these rows."""
+        index, sizes, node, _ = self.uses[k]
+        site = self.sites[index]
         samples = next((one.samples for one in self.taken if one and node in one.nodes), None)
-        if samples is None or rows == len(samples):
-            return samples
-        return None if rows % len(samples) else samples.repeat_interleave(rows // len(samples))
+        if samples is None or site.declared >= 0:
+            return None
+        each, rest = divmod(prod(sizes[: site.leads(len(sizes))]), len(samples))
+        return None if rest else samples if each == 1 else samples.repeat_interleave(each)
+
+    def takes(self, layouts: Sequence[int]) -> bool:
+        """Return True if the uses of layout TAKEN are those whose rows indices took."""
+        return all(
+            layout in (SHARED, NOWHERE) or (layout == TAKEN) == (self.samples_of(k) is not None)
+            for k, layout in enumerate(layouts)
+        )
 
     @cached_property
     def routes(self) -> list[Any]:
@@ -169,21 +181,20 @@ class Forward:
         # Rows of one sample do not show whether those of two would mix.
         return routes + [None] * any(bool(one.samples[0] == one.samples[-1]) for one in taken)
 
-    def place_segments(self, rows: Callable[[int], int]) -> None:
-        """Give the pass the segments of uses whose layout is TAKEN. rows: of a use."""
+    def place_segments(self) -> None:
+        """Give the pass the segments of uses whose layout is TAKEN."""
         run, layouts = self.run, list(self.run.layouts)
-        first = len(layouts) - len(self.uses)
-        places: dict[tuple[int, int], int] = {}  # by the head and the number of rows
-        for k, (_, _, node, _) in enumerate(self.uses):
+        segments, first = list(run.segments), len(layouts) - len(self.uses)
+        for k in range(len(self.uses)):
             if layouts[first + k] != TAKEN:
                 continue
-            key = next(j for j, one in enumerate(self.taken) if one and node in one.nodes), rows(k)
-            if key not in places:
-                samples: Any = self.samples_of(node, rows(k))
-                places[key] = SEGMENTS + len(run.segments)
-                run.segments = [*run.segments, segments_from(samples, self.n)]
-            layouts[first + k] = places[key]
-        run.layouts = layouts
+            samples: Any = self.samples_of(k)
+            same = (j for j, one in enumerate(segments) if torch.equal(one.owners, samples))
+            place = next(same, len(segments))
+            if place == len(segments):
+                segments.append(segments_from(samples, self.n))
+            layouts[first + k] = SEGMENTS + place
+        run.layouts, run.segments = layouts, segments
 
 
 class _OfThread(threading.local):

@@ -13,10 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from ..graph.heads import heads_of
 from ..graph.layout import (
@@ -151,7 +148,7 @@ class Examiner:
             return _UseVerdict(SHARED if layout == SHARED else site.presumed)
         if isinstance(layout, str) or layout is None or (node is None and n != 1):
             return self._judge_unproven(exam, k, layout)
-        if layout == BATCH and self._taken(exam.forward, k) is not None:
+        if layout == BATCH and exam.forward.samples_of(k) is not None:
             kind = self._layers[index].kind
             why = (
                 None
@@ -236,7 +233,7 @@ class Examiner:
         if k in exam.tables:
             return True
         if use.samples is not None:
-            return self._taken(exam.forward, k) is not None
+            return exam.forward.samples_of(k) is not None
         if sized is None or (site.fixed and sized != site.presumed):
             return True
         return not site.fixed and any(j == k for j, _ in exam.ends)  # outputs of another layout
@@ -315,7 +312,7 @@ class Examiner:
         # Packed rows are no matter: each graph shows whose they are.
         if any(end.watched.samples is None for _, end in ends):
             return None
-        if not self.takes(verdict, forward):
+        if not forward.takes(verdict.layouts):
             return None
         fits = self._sizes_fit(verdict, watched, forward)
         routes = self._routes(forward, watched, verdict.layouts)
@@ -363,24 +360,6 @@ class Examiner:
         taken, batch_dim = forward.taken, self._options["batch_dim"]
         return heads_of(forward.heads, taken, forward.n, dims, batch_dim)
 
-    def rows_of(self, forward: Forward, k: int) -> int:
-        site, sizes, *_ = forward.uses[k]
-        return prod(sizes[: self._sites[site].leads(len(sizes))])
-
-    def _taken(self, forward: Forward, k: int) -> Tensor | None:
-        """Return the sample of each row of a use, if indices took these rows."""
-        site, _, node, _ = forward.uses[k]
-        is_declared = self._sites[site].declared >= 0
-        return None if is_declared else forward.samples_of(node, self.rows_of(forward, k))
-
-    def takes(self, verdict: Verdict, forward: Forward) -> bool:
-        """Return True if the uses whose rows indices took are those of the verdict."""
-        return all(
-            layout in (SHARED, NOWHERE)
-            or (layout == TAKEN) == (self._taken(forward, k) is not None)
-            for k, layout in enumerate(verdict.layouts)
-        )
-
     def _watched(self, forward: Forward) -> tuple[list[Watched], list[tuple[int, End]]]:
         """Return the first output of each use, and the other outputs as (use, end)."""
         n, graph, several = forward.n, forward.graph, forward.trace.ends
@@ -392,7 +371,7 @@ class Examiner:
             declared = site.declared >= 0
             others = several.get((index, node), ()) if node is not None else ()
             first = (e for e in others if e.watched.node is node and e.watched.output_nr == number)
-            packed = next((end.watched.samples for end in first), self._taken(forward, k))
+            packed = next((end.watched.samples for end in first), forward.samples_of(k))
             watched.append(Watched(None if declared else node, number, leads, is_native, packed))
             if self._layers[index].inside and node is not None and not declared and n > 1:
                 ends += [(k, end) for end in ends_of_node(node, graph, forward.outputs, leads, n)]

@@ -338,7 +338,7 @@ def rows_of_bags(
         values = module.weight[ids].masked_fill(rows == 0, -torch.inf)
         largest = torch.zeros_like(values).scatter_(1, values.argmax(1, keepdim=True), 1)
         rows = largest.to(wide) * rows
-    return LookedUp(ids, (rows * g.unsqueeze(1)).to(g.dtype), module.num_embeddings)
+    return LookedUp(ids, (rows * g.unsqueeze(1)).to(g.dtype), len(module.weight))
 
 
 CLOSED_FORMS = {"embeddingbag": embedding_bag, "bilinear": bilinear}  # by kind of layer
