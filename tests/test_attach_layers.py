@@ -101,6 +101,12 @@ class Doubled(nn.Linear):
         return F.linear(x, self.weight * 2, self.bias) + x[..., :1]
 
 
+def of_another(table):
+    """As tied tables of different lengths: its num_embeddings stay."""
+    table.weight = nn.Parameter(torch.randn(7, 3))
+    return table
+
+
 IDS = (N, 5)  # token ids of 7
 ELEMENTWISE_LAYERS = {
     "layer norm": (lambda: nn.LayerNorm(3), (N, 5, 3)),
@@ -121,6 +127,7 @@ ELEMENTWISE_LAYERS = {
     "embedding of bounded rows": (lambda: nn.Embedding(7, 3, max_norm=1.0), IDS),
     "embedding of one id": (lambda: nn.Embedding(7, 3), (N,)),
     "embedding with sparse gradients": (lambda: nn.Embedding(7, 3, sparse=True), IDS),
+    "embedding of another's table": (lambda: of_another(nn.Embedding(9, 3)), IDS),
     "prelu": (lambda: nn.PReLU(), (N, 3)),
     "prelu per channel": (lambda: nn.PReLU(3), (N, 3, 4)),
 }

@@ -121,7 +121,7 @@ GramSum gram_sum(const Source& source, int64_t n, int64_t T, int64_t I, int64_t 
   const Kernels<acc_t>& k = kernels<acc_t>();
   const GramSquare<acc_t> square(T, k);
   Workspace<acc_t>& workspace = Workspace<acc_t>::mine();
-  acc_t* const packed = workspace.panels.get(2 * square.span() * kChannels);
+  acc_t* const packed = workspace.panels.get(2 * kSpan * kChannels);  // for squares of any number of positions
   acc_t* const of_a = workspace.columns.get(square.size());
   GramSum result;
   for (int64_t t0 = 0; t0 < T; t0 += square.span())
