@@ -277,12 +277,11 @@ void bind_capture(py::module_& m) {
         });
   m.def("at_node",  // a tensor without memory of its own that a node has made, it seems
         [](const py::object& node, uint32_t number) {
-          const NodePtr& made_by = node_of(node);
-          const auto& known = made_by->input_metadata(number);
+          const auto& known = node_of(node)->input_metadata(number);
           const auto shape = known.shape_as_dim_vector();
           const at::DimVector strides(shape.size(), 0);
           const Tensor t = at::empty_strided(C10_AS_INTARRAYREF_SLOW(shape), strides, known.options());
-          torch::autograd::impl::set_gradient_edge(t, {made_by, number});
+          torch::autograd::impl::set_gradient_edge(t, {node_of(node), number});
           return t;
         });
   m.def("forward",  // of a module; None: its own is to be called, and then listen()

@@ -1,4 +1,4 @@
-"""The benchmark suite where no clock is needed: verdicts, stages, the README's table."""
+"""The benchmark suite where no clock is needed: verdicts, the README's table."""
 
 import copy
 import json
@@ -12,9 +12,8 @@ from torch import nn
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import readme  # noqa: E402
-from fresh import rows_of  # noqa: E402
 from rivals import RIVALS, judged  # noqa: E402
-from workloads import OURS, QUICK, WORKLOADS, by_loop, check, classifier  # noqa: E402
+from workloads import OURS, WORKLOADS, by_loop, check, classifier  # noqa: E402
 
 RESULTS = json.loads(readme.RESULTS.read_text())
 
@@ -45,23 +44,6 @@ def test_our_ways_are_the_oracles(way):
         check(way, 1.001 * OURS[way](w.copied())(), by_loop(w.double())().detach())
 
 
-# The stages, each tried once on what takes milliseconds
-@pytest.mark.parametrize(
-    ("command", "keys"),
-    [
-        (["steps.py", "--ways", "fused"], {"workload", "plain_ms", "ratios"}),
-        (["memory.py", "--workload", QUICK[0]], {"workload", "way", "peak_mib", "later_mib"}),
-        (["kernels.py", "grid"], {"layer", "algorithm", "flop", "median"}),
-        (["hooks.py"], {"layer", "plain_us", "extra_us"}),
-    ],
-)
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
-def test_a_stage_yields_its_rows(command, keys, tmp_path):
-    options = ["--oracles", str(tmp_path)] if command[0] == "steps.py" else []
-    for row in rows_of(*command, *options, "--quick", heap="warm", threads=1):
-        assert all(keys <= set(part) for part in (row if isinstance(row, list) else [row]))
-
-
 # The committed results and what is made of them
 def test_the_readme_says_what_the_results_say():
     text = readme.README.read_text()
@@ -79,10 +61,3 @@ def test_the_results_have_every_workload_and_rival_and_where_they_come_from():
         for threads in (1, 2):
             rows = [r for r in RESULTS["rows"] if (r["heap"], r["threads"]) == (heap, threads)]
             assert [row["workload"] for row in rows] == list(WORKLOADS)
-
-
-def test_the_pictures_are_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    import plots
-
-    assert all(file.stat().st_size > 10_000 for file in plots.draw(RESULTS, tmp_path))
