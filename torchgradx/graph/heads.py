@@ -31,7 +31,7 @@ def last_layers(
 ) -> list[Tensor]:
     """Return tensors at the first nodes of layers below the outputs that have samples; none if they
     cannot be made. layers: the nodes of layers' outputs, less tables."""
-    edges: list[Edge] = [(t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None]
+    edges: list[Edge] = [(t.grad_fn, t.output_nr) for t in outputs]
     found: list[Tensor] = []
     for node, number in edges:  # grows
         if is_python(node) or len(edges) > MAX_ABOVE_LAYERS:

@@ -28,7 +28,7 @@ from .unpacking import can_run_twice, has_checkpoints
 # Layouts. BATCH: rows n*T+t. SEQUENCE: rows t*N+n. SHARED: rows of no sample (shared/).
 # NOWHERE: no gradient comes from the outputs; if one comes after all, it is refused.
 # SECOND: [T, N K, *]. LAST: [*, N K]. MINOR: [*, K N, *]. TAKEN: rows that indices took, whose
-# samples each pass shows (segments.py).
+# samples each pass shows (heads.py).
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR, TAKEN = range(8)
 SEGMENTS = 16  # layout 16 + k: the k-th owner vector of the pass (proof/segments.py)
 FLEX, COMPILED = "FlexAttentionAutogradOpBackward", "CompiledFunctionBackward"

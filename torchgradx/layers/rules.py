@@ -294,7 +294,9 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
         yield _row(kind, _describe_transposed, _make_convolution, when=_fits, swaps=False)
     table = _make("embedding_layer")
     tables: dict[str, Any] = {"swaps": False, "whole": True, "served_by": GATHER}
-    yield _row(nn.Embedding, _describe_table, table, lambda layer, dims: dims, when=_is_unscaled, **tables)
+    yield _row(
+        nn.Embedding, _describe_table, table, lambda layer, dims: dims, when=_is_unscaled, **tables
+    )
     plain = lambda module: module.max_norm is None and _is_unscaled(module)  # noqa: E731
     yield _row(nn.EmbeddingBag, _constants(), when=plain, served_by=BAGS, has_closed_form=True)
     yield _row(nn.Bilinear, _constants(), served_by=PAIRS, has_closed_form=True)

@@ -140,10 +140,11 @@ class Forward:
     def inner(self) -> list[Tensor]:
         """Return the outputs of the last layers, if the model's outputs have no samples."""
         n, tables = self.n, self.memory.tables(self.uses)
-        if n < 2 or any(n in t.shape for t in self.outputs) or any(taken_rows(self.outputs, n)):
+        live = [t for t in self.outputs if t.grad_fn is not None]
+        if n < 2 or any(n in t.shape for t in live) or any(taken_rows(live, n)):
             return []
         layers = {node for k, (_, _, node, _) in enumerate(self.uses) if k not in tables}
-        return last_layers(self.outputs, layers, n, self.batch_dim)
+        return last_layers(live, layers, n, self.batch_dim)
 
     @property
     def heads(self) -> Sequence[Tensor]:

@@ -258,9 +258,7 @@ def _seed(
     g: Tensor, alone: Tensor, n: int, sample: int, dim: int, is_mean: bool, taken: Tensor | None
 ) -> Tensor:
     """Return the sample's part of an output's gradient, in the shape of its output alone."""
-    if (
-        g.shape == alone.shape and taken is None
-    ):  # the model's own loss, or an output that all samples share
+    if g.shape == alone.shape and taken is None:  # its own loss, or what all samples share
         return g / n if is_mean else g
     return _part(g, alone, n, sample, dim, taken)
 

@@ -149,13 +149,10 @@ class Examiner:
         if isinstance(layout, str) or layout is None or (node is None and n != 1):
             return self._judge_unproven(exam, k, layout)
         if layout == BATCH and exam.forward.samples_of(k) is not None:
-            kind = self._layers[index].kind
-            why = (
-                None
-                if kind in SERVED
-                else cause("segments_kind", kind=self._layers[index].type_name)
-            )
-            return _UseVerdict(NOWHERE if why else TAKEN, True, why)
+            layer = self._layers[index]
+            if layer.kind in SERVED:
+                return _UseVerdict(TAKEN)
+            return _UseVerdict(NOWHERE, True, cause("segments_kind", kind=layer.type_name))
         is_fixed = site.fixed and exam.watched[k].samples is None and n > 1
         if is_fixed and layout in {BATCH, SEQUENCE} - {site.presumed}:
             why = cause("batch_first", n=n, shape=list(sizes))
