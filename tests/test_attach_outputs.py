@@ -240,7 +240,7 @@ def test_outputs_that_come_back_in_backwards_of_their_own(retained, offloaded, o
 PICKS = {
     "mask": lambda h, m: h[m],
     "flat": lambda h, m: h.flatten(0, 1).index_select(0, places(m)),
-    "in pieces": lambda h, m: h[m].view(-1, 1, 3),
+    "in pieces": lambda h, m: h[m].view(-1, 1, 5),
 }
 MIXING = {  # rows of a head that are not a sample's alone, in some batches
     "turned": lambda h, m: h[m].flip(0),
@@ -249,7 +249,7 @@ MIXING = {  # rows of a head that are not a sample's alone, in some batches
     "samples sorted": lambda h, m: h[by_length(m)][m[by_length(m)]],
     "two masks": lambda h, m: torch.cat([h[m], h[~m]]),
     "pairs of rows": lambda h, m: F.avg_pool1d(h[m].T[None], 2, ceil_mode=True)[0].T,
-    "and by sample": lambda h, m: h[m] + h[m].view(len(m), -1, 3).mean(1).mean(0),
+    "and by sample": lambda h, m: h[m] + h[m].view(len(m), -1, 5).mean(1).mean(0),
     "the one before": lambda h, m: h.mean(1)[(torch.arange(len(m)) - 1).clamp(min=0)],
 }
 
@@ -263,8 +263,8 @@ def masked(pick, last=nn.Linear, loss=False):
         y = model.c(torch.relu(model.norm(model.b(pick(h, m)))))
         return y.square().sum() if loss else y
 
-    layers = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "c": last(3, 3)}
-    return Model(forward, **layers, norm=nn.LayerNorm(3), table=nn.Embedding(PLACES, 3)).double()
+    layers = {"a": nn.Linear(3, 5), "b": nn.Linear(5, 5), "c": last(5, 5)}
+    return Model(forward, **layers, norm=nn.LayerNorm(5), table=nn.Embedding(PLACES, 5)).double()
 
 
 def of_rows(model, x, m):
@@ -286,7 +286,7 @@ COUNTS = [(2, 1, 3), (3, 0, 2), (1, 1, 1), (2, 0, 1), (4, 1, 0), (0, 4, 0), (1, 
 def test_outputs_that_a_mask_takes_are_exact(way, loss, options, backwards):
     model, found = masked(PICKS[way], loss=loss), []
     with torchgradx.attach(model, **options) as probe:
-        for x, m in batches(*COUNTS):
+        for x, m in batches(*COUNTS[: 2 if loss else None]):
             want = loop(model, of_rows, x, m)
             backwards.clear()
             own = of_rows(model, x, m)
@@ -343,4 +343,4 @@ def test_a_returned_loss_of_sizes_as_n_is_exact_or_refused(name, classes, t):
         for _ in range(2):
             x = torch.randn(N, t, 3).double()
             why = step_or_refused(probe, model, x, loss=lambda m, x: m(x))
-            assert bool(why) == name.startswith("with") or not ops.NATIVE
+            assert bool(why) == (name.startswith("with") or t == N)

@@ -309,8 +309,7 @@ class Attachment:
             for node in _nodes_of(out):
                 node.metadata.setdefault("torchgradx", []).append(run)
         arguments = args, kwargs or {}
-        known = self._audit.forwards.memory, self._sites, self._options["batch_dim"]
-        forward = Forward(run, uses, outputs, trace, *known)
+        forward = Forward(run, uses, outputs, trace, self._audit.forwards.memory, self._sites)
         self._examine(forward, key, recalled, arguments, out)
         if verdicts is None and not run.in_graph:
             self._samples.listen(run, (key[0], *key[2:]), module, arguments, out)

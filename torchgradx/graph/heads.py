@@ -3,7 +3,8 @@
 The samples are in one dimension of an output. Or its rows are those of a mask, as in head(x[mask])
 for masked words or patches: then the indices in the graph show the sample of each row. Of a model
 whose outputs have no samples, as of one that returns only its loss, the heads are the outputs of
-its last layers.
+its last layers. Backwards from these show rows that mix. They do not show where the samples are,
+since a layer may have N rows of something else.
 """
 
 from __future__ import annotations
@@ -26,10 +27,8 @@ MAX_ABOVE_INDICES, MAX_ABOVE_LAYERS, MAX_OF_WEIGHTS = 64, 256, 16  # nodes
 REORDERS = READS | WRITES | {"FlipBackward0", "RollBackward0"}
 
 
-def last_layers(
-    outputs: Sequence[Tensor], layers: Collection[Node], n: int, batch_dim: int
-) -> list[Tensor]:
-    """Return tensors at the first nodes of layers below the outputs that have samples; none if they
+def last_layers(outputs: Sequence[Tensor], layers: Collection[Node], n: int) -> list[Tensor]:
+    """Return tensors at the first nodes of layers below the outputs that have N rows; none if they
     cannot be made. layers: the nodes of layers' outputs, less tables."""
     edges: list[Edge] = [(t.grad_fn, t.output_nr) for t in outputs]
     found: list[Tensor] = []
@@ -38,7 +37,7 @@ def last_layers(
             return []
         is_view = node.name() in RESHAPES and node.next_functions[0][0] in layers
         t = _C.at_node(node, number) if NATIVE and (is_view or node in layers) else None
-        if t is not None and t.dim() > 1 and (t.shape[batch_dim] == n or _taken(t, n)):
+        if t is not None and (n in t.shape[:-1] or _taken(t, n)):
             found.append(t)
             continue
         below = dict.fromkeys(edge for edge in node.next_functions if edge[0])

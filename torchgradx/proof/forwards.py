@@ -126,7 +126,6 @@ class Forward:
     trace: ForwardTrace
     memory: Memory
     sites: Sequence[Any]
-    batch_dim: int
 
     @property
     def n(self) -> int:
@@ -144,7 +143,7 @@ class Forward:
         if n < 2 or any(n in t.shape for t in live) or any(taken_rows(live, n)):
             return []
         layers = {node for k, (_, _, node, _) in enumerate(self.uses) if k not in tables}
-        return last_layers(live, layers, n, self.batch_dim)
+        return last_layers(live, layers, n)
 
     @property
     def heads(self) -> Sequence[Tensor]:
@@ -178,7 +177,7 @@ class Forward:
         """Return the rows that the batch's values chose: graph/routes.py."""
         taken = [one for one in self.taken if one]
         indices = {node: "taken" for one in taken for node in one.indices}
-        routes = routes_of(self.outputs, self.n, {**self.trace.by_row, **indices})
+        routes = routes_of(self.heads, self.n, {**self.trace.by_row, **indices})
         # Rows of one sample do not show whether those of two would mix.
         return routes + [None] * any(bool(one.samples[0] == one.samples[-1]) for one in taken)
 

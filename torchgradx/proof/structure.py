@@ -61,10 +61,6 @@ class _Exam:
     def all_watched(self) -> list[Watched]:
         return [*self.watched, *(end.watched for _, end in self.ends), *self.region]
 
-    def is_proven(self, node: Any) -> bool:
-        """Return True if the proof's backwards ran through a node, or from all outputs."""
-        return self.reached is not None and (not self.forward.inner or node in self.reached)
-
     @cached_property
     def has_python_nodes(self) -> bool:
         """Return True if a backward in Python may run layers again, whose uses left no node."""
@@ -127,11 +123,17 @@ class Examiner:
         exam.region = start.region.watched
         proof, ambiguous = self._run_proof(exam)
         findings = proof or [Finding(None)] * len(exam.all_watched)
+        if exam.forward.inner:
+            ambiguous = False
+            findings = [one if isinstance(one.layout, str) or use.samples is not None
+                        else Finding(None)
+                        for one, use in zip(findings, exam.all_watched, strict=True)]  # fmt: skip
         found, exam.zeros = self._by_use(exam, findings)
         plan, complete = None, True
         if proof is not None or exam.is_constant is not None:
             of_region = findings[len(findings) - len(exam.region) :]
-            plan = self._lift.plan(exam.forward, start, found, of_region, exam.is_proven)
+            proven = proof is not None and not exam.forward.inner
+            plan = self._lift.plan(exam.forward, start, found, of_region, proven)
         elif start.tables or start.beside or start.read:  # sizes tell no table from activations
             self._forwards.watch_again()
             complete = False
@@ -168,7 +170,7 @@ class Examiner:
         sized = self._layout_from_sizes(exam.forward, k, use) if use.samples is None else None
         if not self._is_unsure(exam, k, layout, sized):
             return _UseVerdict(presumed if sized is None else sized)
-        nodes = graph.parents if exam.reached is None or exam.forward.inner else exam.reached
+        nodes = graph.parents if exam.reached is None else exam.reached
         detached = bool(exam.forward.outputs) and node is not None and node not in nodes
         zeros = k in exam.zeros
         if detached or (zeros and not isinstance(layout, str)):
@@ -268,8 +270,10 @@ class Examiner:
                     if found is not None and self._agrees(exam, found) is not False:
                         heads, findings, ambiguous = other, found, False
                         break
-        exam.reached = None if findings is None else set(seeding.nodes)
-        if findings is not None and not ambiguous and not exam.forward.inner:
+        if findings is None or exam.forward.inner:
+            return findings, ambiguous
+        exam.reached = set(seeding.nodes)
+        if not ambiguous:
             for t, dim in heads:
                 place = next(k for k, other in enumerate(exam.forward.outputs) if other is t)
                 if isinstance(dim, int):

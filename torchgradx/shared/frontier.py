@@ -117,18 +117,16 @@ class Region:
             return all(self.is_shared(child) for child, _ in node.next_functions if child)
         return all(self._is_constant(node, k) for k in numbers)
 
-    def layouts(
-        self, found: Sequence[Finding], is_proven: Callable[[Node], bool]
-    ) -> dict[Node, int | None]:
+    def layouts(self, found: Sequence[Finding], proven: bool) -> dict[Node, int | None]:
         """Return the layout of each node's output, from a finding for each of `watched`.
-        None: below the frontier. is_proven: whether weighted backwards ran through a node."""
+        None: below the frontier. proven: weighted backwards could run."""
         rows, columns, middles = self._parts
         of_rows, rest = found[: len(rows)], found[len(rows) :]
         layouts: dict[Node, int | None] = dict.fromkeys(self._nodes)
         for (node, use), finding in zip(rows, of_rows, strict=True):
             layout = finding.layout
             is_shared = self.is_shared(node)
-            if not is_proven(node):  # sizes do not distinguish tables
+            if not proven:  # sizes do not distinguish tables
                 layout = None if is_shared else layout_of_node(self._graph, use, self._n)
             elif layout == NOWHERE and not (self._is_constant and is_shared):
                 sized = layout_of_node(self._graph, use, self._n)
