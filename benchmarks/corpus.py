@@ -9,8 +9,8 @@ padded and masked, where a model takes masks. --checkpoint: under gradient check
 reentrant). Needs no download and about half an hour on two cores. Writes results/corpus.json, or
 results/corpus-checkpoint.json, if all were asked for.
 
-A model is "exact", "refused" (with the text), "wrong", or "left out" (with the reason): it has no
-tiny configuration here, draws random numbers in its forward, or is not finite.
+A model is "exact", "refused" (with the text), "wrong", "crashed", or "left out" (with the reason):
+it has no tiny configuration here, draws random numbers in its forward, or is not finite.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ N, T, VOCABULARY, STEPS = 3, 12, 100, 4
 MOST, SECONDS, MEMORY = 60_000_000, 200, 14 << 30  # parameters, of one model; bytes
 OUT = ROOT / "benchmarks/results"
 CHECKPOINT = "--checkpoint"
+CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -signal.SIGSEGV}
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SEQUENCE_CLASSIFICATION",
          "IMAGE_CLASSIFICATION")  # fmt: skip
 
@@ -203,11 +204,13 @@ def asked(task: str, name: str, kind: str) -> dict[str, Any]:
     for inputs in batches:
         with patch("torch.autograd.grad", side_effect=torch.autograd.grad) as grad:
             loss = losses(model, inputs).mean()  # what is proven is proven at its end
-        loss.backward()
         try:
+            loss.backward()
             norms = probe.norms().double()
         except torchgradx.CoverageError as error:
             return {"verdict": "refused", "why": str(error)[:400], "step": len(backwards)}
+        except Exception as error:
+            return {"verdict": "crashed", "why": f"{type(error).__name__}: {error}"[:400]}
         backwards.append(grad.call_count)
         want = loop(copy.deepcopy(model), inputs)
         if not want.isfinite().all():
@@ -257,7 +260,8 @@ def alone(job: tuple[str, str, str]) -> dict[str, Any]:
         found: dict[str, Any] = here.recv()
     except EOFError:
         process.join()
-        found = {"verdict": "left out", "why": f"its process ended with {process.exitcode}"}
+        verdict = "crashed" if process.exitcode in CRASHES else "left out"
+        found = {"verdict": verdict, "why": f"its process ended with {process.exitcode}"}
     process.join()
     return {"task": job[0], "model": job[2], **found}
 
@@ -286,7 +290,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
         counts.setdefault(row["task"], Counter())[row["verdict"]] += 1
     steady = {row["model"]: row["backwards"] for row in rows if any(row.get("backwards", ())[2:])}
-    told = [row for row in rows if row["verdict"] in ("refused", "wrong")]
+    told = [row for row in rows if row["verdict"] in ("refused", "wrong", "crashed")]
     return {"counts": counts, "rows": told, "proven again": steady}
 
 
