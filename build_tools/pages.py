@@ -160,9 +160,10 @@ def zoo_table(result):
 
 def corpus_table(result):
     text = [f"Commit {result['commit'][:10]}, torch {result['torch']}."]
-    text += ["", "| models | exact | refused | wrong | left out |", "|---|---:|---:|---:|---:|"]
+    verdicts = "exact", "refused", "wrong", "crashed", "left out"
+    text += ["", f"| models | {' | '.join(verdicts)} |", f"|---|{'---:|' * len(verdicts)}"]
     for task, counts in result["counts"].items():
-        numbers = (counts.get(verdict, 0) for verdict in ("exact", "refused", "wrong", "left out"))
+        numbers = (counts.get(verdict, 0) for verdict in verdicts)
         name = task if task == "timm" else f"transformers, {task.replace('_', ' ').lower()}"
         text += [f"| {name} | {' | '.join(map(str, numbers))} |"]
     return "\n".join(text)
