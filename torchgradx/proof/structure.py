@@ -129,10 +129,9 @@ class Examiner:
                         else Finding(None)
                         for one, use in zip(findings, exam.all_watched, strict=True)]  # fmt: skip
         found, exam.zeros = self._by_use(exam, findings)
-        plan, complete = None, True
-        if proof is not None or exam.is_constant is not None:
+        plan, complete, proven = None, True, proof is not None and not exam.forward.inner
+        if proven or exam.is_constant is not None:
             of_region = findings[len(findings) - len(exam.region) :]
-            proven = proof is not None and not exam.forward.inner
             plan = self._lift.plan(exam.forward, start, found, of_region, proven)
         elif start.tables or start.beside or start.read:  # sizes tell no table from activations
             self._forwards.watch_again()
