@@ -234,7 +234,8 @@ class Examiner:
             return exam.forward.samples_of(k) is not None
         if sized is None or (site.fixed and sized != site.presumed):
             return True
-        return not site.fixed and any(j == k for j, _ in exam.ends)  # outputs of another layout
+        others = (end for j, end in exam.ends if j == k)
+        return not site.fixed and not all(end.clear(use, sized, n) for end in others)
 
     def _layout_from_sizes(self, forward: Forward, k: int, watched: Watched) -> int | None:
         """Return the only layout that sizes allow; None if there are several, or none."""

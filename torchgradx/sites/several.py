@@ -47,6 +47,16 @@ class End:
             return presumed if presumed in fits else fits[0]
         return "different_outputs" if use not in fits and use in (BATCH, SEQUENCE, None) else use
 
+    def clear(self, use: Watched, layout: int, n: int) -> bool:
+        """Return True if sizes alone show that it holds the samples as a use of this layout does;
+        or if it is the output that the use's layout is of."""
+        if (self.watched.node, self.watched.output_nr) == (use.node, use.output_nr):
+            return True
+        rows, samples = list(self.watched.leads), self.samples[layout == SEQUENCE]
+        if rows.count(n) != 1 or samples is None:
+            return False
+        return torch.equal(samples, _indices_along(rows, rows.index(n)))
+
 
 def ends_of_module(
     module: nn.Module,
