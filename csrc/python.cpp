@@ -275,7 +275,7 @@ void bind_capture(py::module_& m) {
           if (!slices || !slices->fn) return py::none();
           return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(slices->fn));
         });
-  m.def("at_node",  // a tensor without memory of its own that a node has made, it seems
+  m.def("at_node",  // a tensor without memory, whose gradient goes to a node as that of its output
         [](const py::object& node, uint32_t number) {
           const auto& known = node_of(node)->input_metadata(number);
           const auto shape = known.shape_as_dim_vector();

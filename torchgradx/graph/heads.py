@@ -9,7 +9,7 @@ since a layer may have N rows of something else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -88,13 +88,15 @@ class Taken(NamedTuple):
     indices: set[Node]  # nodes that took the rows
 
 
-def taken_rows(outputs: Sequence[Tensor], n: int) -> list[Taken | None]:
+def taken_rows(
+    outputs: Sequence[Tensor], n: int, graph_of: Callable[[Sequence[Tensor]], Graph] = Graph
+) -> list[Taken | None]:
     """Return the rows of each output, if its graph has the indices that took them, and nothing else
-    reads these rows; else None."""
+    reads these rows; else None. graph_of: returns the graph of outputs."""
     found = [_taken(t, n) for t in outputs]
     if not any(found):
         return found
-    parents, above = Graph(outputs).parents, {node for one in found if one for node in one.nodes}
+    parents, above = graph_of(outputs).parents, {v for one in found if one for v in one.nodes}
 
     def is_closed(one: Taken) -> bool:
         return all(v in above for node in one.nodes | one.indices for v, _ in parents[node])

@@ -140,7 +140,7 @@ class Forward:
         """Return the outputs of the last layers, if the model's outputs have no samples."""
         n, tables = self.n, self.memory.tables(self.uses)
         live = [t for t in self.outputs if t.grad_fn is not None]
-        if n < 2 or any(n in t.shape for t in live) or any(taken_rows(live, n)):
+        if n < 2 or any(n in t.shape for t in live) or any(self.taken_outputs):
             return []
         layers = {node for k, (_, _, node, _) in enumerate(self.uses) if k not in tables}
         return last_layers(live, layers, n)
@@ -151,9 +151,14 @@ class Forward:
         return self.inner or self.outputs
 
     @cached_property
+    def taken_outputs(self) -> list[Taken | None]:
+        """Return the rows that indices took, by output of the model."""
+        return taken_rows(self.outputs, self.n, lambda _: self.graph)
+
+    @cached_property
     def taken(self) -> list[Taken | None]:
         """Return the rows that indices took, by head."""
-        return taken_rows(self.heads, self.n)
+        return taken_rows(self.inner, self.n) if self.inner else self.taken_outputs
 
     def samples_of(self, k: int) -> Tensor | None:
         """Return the sample of each row of a use, if indices took these rows."""

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..graph.heads import taken_rows
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
 from ..graph.owners import MAPPING, Owned, mask_joins, owners_below, owners_by, segments_from
 from ..refusals import cause, key_of
@@ -178,15 +177,16 @@ class SegmentExaminer:
         run, n, uses = forward.run, forward.n, forward.uses
         refusals: Refusals = []
         inputs = Inputs.of(ids, n)
-        live = [t for t in forward.outputs if t.grad_fn is not None and t.is_floating_point()]
-        taken = taken_rows(live, n) if ids is None else [None] * len(live)
-        heads = [(t, rows) for k, (t, one) in enumerate(zip(live, taken, strict=True))
+        taken = forward.taken_outputs if ids is None else [None] * len(forward.outputs)
+        both = [(t, one) for t, one in zip(forward.outputs, taken, strict=True)
+                if t.grad_fn is not None and t.is_floating_point()]  # fmt: skip
+        heads = [(t, rows) for k, (t, one) in enumerate(both)
                  if (rows := one.samples if one else self._owners_of_output(k, t, inputs))
                  is not None]  # fmt: skip
         if uses and not heads:
             return [(-1, "segments_outputs")], []
         ends = {(t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == n)) for t, rows in heads}
-        below, names, masks = owners_below(live, ends, n, inputs.grid)
+        below, names, masks = owners_below((t for t, _ in both), ends, n, inputs.grid)
         if inputs.are_joined_by(masks):
             refusals.append((-1, cause("segments_mixed", shape=inputs.grid)))
         graph = _Owners(inputs, below, names)

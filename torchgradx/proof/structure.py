@@ -123,11 +123,6 @@ class Examiner:
         exam.region = start.region.watched
         proof, ambiguous = self._run_proof(exam)
         findings = proof or [Finding(None)] * len(exam.all_watched)
-        if exam.forward.inner:
-            ambiguous = False
-            findings = [one if isinstance(one.layout, str) or use.samples is not None
-                        else Finding(None)
-                        for one, use in zip(findings, exam.all_watched, strict=True)]  # fmt: skip
         found, exam.zeros = self._by_use(exam, findings)
         plan, complete, proven = None, True, proof is not None and not exam.forward.inner
         if proven or exam.is_constant is not None:
@@ -270,8 +265,12 @@ class Examiner:
                     if found is not None and self._agrees(exam, found) is not False:
                         heads, findings, ambiguous = other, found, False
                         break
-        if findings is None or exam.forward.inner:
-            return findings, ambiguous
+        if findings is None:
+            return None, ambiguous
+        if exam.forward.inner:  # these show what mixes, and rows whose samples are known
+            both = zip(findings, exam.all_watched, strict=True)
+            return [f if isinstance(f.layout, str) or use.samples is not None else Finding(None)
+                    for f, use in both], False  # fmt: skip
         exam.reached = set(seeding.nodes)
         if not ambiguous:
             for t, dim in heads:

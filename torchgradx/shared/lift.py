@@ -67,15 +67,10 @@ class Lift:
         return Uses(*parts, forward.uses, forward.outputs)
 
     def plan(
-        self,
-        forward: Any,
-        start: Start,
-        found: list[Finding],
-        of_region: list[Finding],
-        proven: bool,
+        self, forward: Any, start: Start, found: list[Finding], region: list[Finding], proven: bool
     ) -> LiftPlan | None:
         """Return the plan of the lifted uses of a new structure; None if there are none.
-        found, of_region: findings of the uses and of the region. proven: backwards could run."""
+        found, region: findings of the uses and of the region. proven: backwards could run."""
         n, uses, graph, read, beside = forward.n, start.uses, start.graph, start.read, start.beside
         kinds = (str,) if proven else (str, type(None))  # layouts of rows that may mix samples
         tables = (k for k in start.tables if uses.nodes[k] is not None)
@@ -94,7 +89,7 @@ class Lift:
                 is_cheap = partial(asking.is_cheap, self._large_weight(n, own))
                 groups.append(Climb(k, own, asking.is_able if runs_once else is_cheap))
         groups += [Climb(k, uses.own(k, graph), asking.is_able) for k in read]
-        layouts = start.region.layouts(of_region, proven)
+        layouts = start.region.layouts(region, proven)
         taken = {node for one in forward.taken if one for node in one.nodes}
         layouts.update(dict.fromkeys(taken & layouts.keys()))  # their rows differ in each pass
         plan = plan_lift(n, graph, groups, start.region, layouts)
