@@ -290,11 +290,11 @@ class Attachment:
         trace = self._audit.forwards.stop(whole, out)
         key: Any = None if run is None else self._audit.key(run, trace)
         verdicts = self._local.eager
-        outputs, recalled = tensors_in(out), None
+        found, recalled = tensors_in(out), None
         if whole and run and verdicts is None and not self._segments.applies(self._local.ids):
-            recalled = self._audit.recall(run, key, trace, outputs)
+            recalled = self._audit.recall(run, key, trace, found)
         uses = [] if run is None or recalled else [*self._local.inner, *run.uses()]
-        outputs = outputs if uses else []
+        outputs = found if uses else []
         self._recorder.pop()
         self._local.calls.pop()
         inner = run and self._recorder.depth() and self._recorder.current() is run
@@ -304,12 +304,12 @@ class Attachment:
         if inner or not run or out is None or not self._standing.on:
             return
         if self._tokens.on and self._local.ids is None:
-            self._tokens.watch(out, run.n)
+            self._tokens.watch(found, run.n)
         if run.silent:  # a reentrant checkpoint: its graph owns no use until it is recomputed
             for node in _nodes_of(out):
                 node.metadata.setdefault("torchgradx", []).append(run)
         arguments = args, kwargs or {}
-        forward = Forward(run, uses, outputs, trace, self._audit.forwards.memory, self._sites)
+        forward = Forward(run, uses, outputs, trace, self._sites)
         self._examine(forward, key, recalled, arguments, out)
         if verdicts is None and not run.in_graph:
             self._samples.listen(run, (key[0], *key[2:]), module, arguments, out)

@@ -23,10 +23,11 @@ def _known(module: str, *names: str) -> tuple[type, ...]:
     return tuple(known[name] for name in names if name in known)
 
 
-def communicates(modules: Iterable[nn.Module]) -> bool:
-    """Return True if a backward of their graph communicates: on one rank alone it would hang."""
-    sharded = _known(FSDP, "FSDPModule", "FullyShardedDataParallel")
-    return any(issubclass(kind, sharded) for kind in set(map(type, modules)))
+def sharded(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the sharded modules among these. A backward of theirs communicates: on one rank alone
+    it would hang."""
+    kinds = _known(FSDP, "FSDPModule", "FullyShardedDataParallel")
+    return [module for module in modules if isinstance(module, kinds)] if kinds else []
 
 
 def has_flat_parameter(model: nn.Module) -> bool:
@@ -49,8 +50,8 @@ def _split(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     kinds = _known(TENSOR, "DTensor")
     if not kinds or kinds[0] not in set(map(type, tensors)):
         return False
-    sharded = _known(FSDP, "FSDPModule")
-    modules = [module for module in model.modules() if isinstance(module, sharded)]
+    kinds = _known(FSDP, "FSDPModule")
+    modules = [module for module in model.modules() if isinstance(module, kinds)]
     return not modules or any(p.is_dtensor for module in modules for p in _gathered_by(module))
 
 

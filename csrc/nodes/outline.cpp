@@ -1,6 +1,7 @@
 // How a forward's graph looks, so that what was found of its nodes can be taken over by another that looks the same.
 #include "at_node.h"
 
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_hook.h>
@@ -71,7 +72,7 @@ class Outline {
 
  private:
   std::vector<NodePtr> nodes_;
-  std::unordered_map<const Node*, int64_t> numbers_;
+  ska::flat_hash_map<const Node*, int64_t> numbers_;  // which allocates nothing for an entry
   std::vector<int64_t> key_;
 
   void note(int64_t fact) {

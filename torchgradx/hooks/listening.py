@@ -50,10 +50,10 @@ class ParameterHooks:
 
 def has_user_hooks(hooks: Any) -> bool:
     """Return True if a tensor's table of hooks (None: it has none) has any that is not ours."""
-    return any(
-        not isinstance(hook, partial) or not hook.func.__module__.startswith("torchgradx.")
-        for hook in (hooks or {}).values()
-    )
+    for hook in hooks.values() if hooks else ():
+        if not isinstance(hook, partial) or not hook.func.__module__.startswith("torchgradx."):
+            return True
+    return False
 
 
 def drop_empty_tables(where: Iterable[Tensor]) -> bool:

@@ -20,7 +20,7 @@ from ..kept import model_kept
 from ..layers.table import Parameters
 from ..probe import Probe
 from ..scoring import norms_only
-from ..sharding import communicates
+from ..sharding import sharded
 from . import fingerprint
 from .partial import Gathered, ResumeError
 from .pool import Pool, Split, missed, moved, split_batch
@@ -114,7 +114,7 @@ class Job:
         gathered = self._gathered
         if columns != gathered.columns:
             raise ValueError("models whose scores are averaged must have parameters alike")
-        shared = self.ranks.world > 1 and not communicates(model.modules())
+        shared = self.ranks.world > 1 and not sharded(model.modules())
         mark = fingerprint.of_model(model, not self.eval_mode) if shared or self.path else ""
         if shared and not self.ranks.agree(mark):
             raise ValueError(
@@ -137,7 +137,7 @@ class Job:
         first = next(itertools.chain(inner.parameters(), inner.buffers()), torch.empty(0))
         batches = self.pool.batches(self._mine & ~gathered.done)
         count = len(batches)
-        if communicates(inner.modules()):  # a sharded model's forward needs all ranks
+        if sharded(inner.modules()):  # a sharded model's forward needs all ranks
             again = batches[0] if batches else np.zeros(1, np.int64)
             batches += [again] * (self.ranks.largest(count) - count)
         total, before = int(self._mine.sum()), int((self._mine & gathered.done).sum())

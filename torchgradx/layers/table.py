@@ -7,7 +7,6 @@ wrappers (FSDP, functional calls) replace the tensors.
 from __future__ import annotations
 
 import fnmatch
-import sys
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -20,7 +19,7 @@ from .. import ops
 from ..extension import NATIVE
 from ..graph.layout import BATCH, SEQUENCE
 from ..refusals import refused_all
-from ..sharding import FSDP, communicates, parts_and_wholes
+from ..sharding import parts_and_wholes, sharded
 from .modules import is_opaque, modules_in_order, own_names, recurrent_weights
 from .rules import Layer, rule_of
 
@@ -57,6 +56,7 @@ class Parameters:
         self._latest, self._first_children = _values(self._owners), _values(self._children)
         self._lengths = list(map(len, self._owners))
         self._states = list(map(vars, self._modules))
+        self._sharded = sharded(self._modules)  # as the latest forward began
         self._computed_modes = [m for m in self._modules if "training" not in vars(m)]  # a property
 
     def place(self, name: str) -> int:
@@ -79,19 +79,17 @@ class Parameters:
 
     def parts(self) -> list[Tensor]:
         """Return `tensors`, with this process's shard in place of a gathered parameter."""
-        if FSDP not in sys.modules:
-            return self.tensors()
-        shards = {id(whole): part for part, whole in parts_and_wholes(self._modules)}
+        shards = {id(whole): part for part, whole in parts_and_wholes(self._sharded)}
         return [shards.get(id(p), p) for p in self.tensors()] if shards else self.tensors()
 
     def wholes(self) -> list[Tensor]:
         """Return `tensors`, with the gathered parameter in place of this process's shard."""
-        wholes = {id(part): whole for part, whole in parts_and_wholes(self._modules)}
+        wholes = {id(part): whole for part, whole in parts_and_wholes(self._sharded)}
         return [wholes.get(id(p), p) for p in self.tensors()] if wholes else self.tensors()
 
     def gathered(self) -> bool:
         """Return True if a backward gathers parameters from several processes."""
-        return FSDP in sys.modules and communicates(self._modules)
+        return bool(self._sharded)
 
     def regime(self) -> tuple[Any, ...]:
         """Return a key of modules' modes, hooks that change the graph, and trained parameters."""
@@ -101,6 +99,7 @@ class Parameters:
 
     def changed(self) -> bool:
         """Return True if modules, parameter counts, ties or options changed since attach."""
+        self._sharded = sharded(self._modules)
         same = stand(self._children, self._first_children)
         same = same and list(map(len, self._owners)) == self._lengths
         if self.altered or any(self._childless) or not same:

@@ -87,7 +87,7 @@ class Audit:
         """Return the cache key of a pass's structure."""
         # In a backward, a checkpoint runs the model again: less can be proven there.
         in_backward = torch._C._current_graph_task_id() != -1
-        return run.structure, run.n, in_backward, trace.nodes, trace.kind, self._parameters.regime()
+        return run.structure, run.n, in_backward, trace.nodes, trace.kind, trace.regime
 
     def knows(self, key: Any) -> bool:
         """Return True if passes with this key need no check."""

@@ -114,6 +114,8 @@ class ForwardTrace(NamedTuple):
     kind: Any  # of the outputs, see _kind
     flat: bool  # the first argument does not show N: its rows may be of any sample
     by_row: Mapping[Any, Any]  # see note_routes
+    regime: Any  # see Parameters.regime
+    memory: Memory  # of the regime
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,6 @@ class Forward:
     uses: Sequence[Any]  # (site, sizes of the output, node of the output, output of the node)
     outputs: Sequence[Tensor]  # of the model
     trace: ForwardTrace
-    memory: Memory
     sites: Sequence[Any]
 
     @property
@@ -138,7 +139,7 @@ class Forward:
     @cached_property
     def inner(self) -> list[Tensor]:
         """Return the outputs of the last layers, if the model's outputs have no samples."""
-        n, tables = self.n, self.memory.tables(self.uses)
+        n, tables = self.n, self.trace.memory.tables(self.uses)
         live = [t for t in self.outputs if t.grad_fn is not None]
         if n < 2 or any(n in t.shape for t in live) or any(self.taken_outputs):
             return []
@@ -205,6 +206,7 @@ class Forward:
 class _OfThread(threading.local):
     def __init__(self) -> None:
         self.watch: Watch | None = None
+        self.regime: Any = None  # as the forward began
         self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
         self.first = 0  # number of the first node that this forward made
         self.ends: dict[tuple[int, Any], list[End]] = {}
@@ -223,7 +225,9 @@ class Forwards:
     @property
     def memory(self) -> Memory:
         """Return the memory of the model's regime."""
-        regime = self._parameters.regime()
+        return self._memory_of(self._parameters.regime())
+
+    def _memory_of(self, regime: Any) -> Memory:
         return self._memories.get(regime) or self._memories.setdefault(regime, Memory())
 
     def watch_again(self) -> None:
@@ -241,10 +245,10 @@ class Forwards:
     def start(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
         """Begin the trace of a forward, and watch it if its regime asks for that."""
         local = self._local
-        local.caches, local.postponed = [], []
+        local.caches, local.postponed, local.regime = [], [], self._parameters.regime()
         local.first = torch.autograd._get_sequence_nr()
         local.flat = n > 1 and has_flat_rows(arguments, n, batch_dim)
-        if n > 1 and self.memory.watches:
+        if n > 1 and self._memory_of(local.regime).watches:
             constants = [*map(local_part, model.parameters()), *model.buffers()]
             local.watch = Watch(constants, sized_tensors_in(arguments), n, batch_dim)
 
@@ -254,16 +258,19 @@ class Forwards:
         local, watch = self._local, None
         nodes = torch.autograd._get_sequence_nr() - local.first
         ends, by_row = local.ends, local.by_row
+        regime = local.regime or self._parameters.regime()
+        memory = self._memory_of(regime)
         if outputs is None:
             local.postponed = []
         if whole:
             watch, local.watch = local.watch, None
-            local.ends, local.by_row = {}, {}
+            local.ends, local.by_row, local.regime = {}, {}, None
         if watch is not None:
             watch.observer.stop()
             if outputs is not None:
-                self.memory.learn(watch)
-        return ForwardTrace(watch, ends, nodes, _kind(outputs), local.flat, by_row)
+                memory.learn(watch)
+        kind = _kind(outputs)
+        return ForwardTrace(watch, ends, nodes, kind, local.flat, by_row, regime, memory)
 
     def postpone(self, use: int, listen: Callable[[], None]) -> None:
         """Have a use's hooks added by `listen` at the end of the forward."""

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,8 @@ from .factors import ClipGroup, report_overflow
 
 MAX_WAITING = 64  # sums that wait for a copy: their memory must not add up
 
-
-class Sum(NamedTuple):
-    """A parameter's clipped gradient from one use: `value` times `scale`."""
-
-    place: int
-    value: Tensor
-    scale: float
+# A parameter's place, and its clipped gradient from one use: a tensor, to be multiplied by a number
+Sum: TypeAlias = tuple[int, Tensor, float]
 
 
 class ClipTape:
@@ -97,10 +92,11 @@ class ClipTape:
     @untraced
     def _accumulated(self, place: int, p: Tensor) -> None:
         """Mark .grad as a backward of the record leaves it."""
-        if self._versions and p.grad is not None:
-            self._marks[place] = _mark(p.grad)
+        grad = p.grad
+        if grad is not None and self._versions:
+            self._marks[place] = _mark(grad)
             if isinstance(self._loss_scale, torch.amp.GradScaler):
-                self._elements[place] = _some_elements(p.grad)
+                self._elements[place] = _some_elements(grad)
 
     def _changed(self, places: Iterable[int], tensors: Sequence[Tensor]) -> Iterator[int]:
         """Yield the places whose .grad is gone or changed since backward. DDP averages .grad: then
@@ -188,10 +184,9 @@ class ClipTape:
         # Processes that share their gradients do the same, whatever their samples are.
         clipped = [group for group in groups if ddp is not None or group.clips]
         written: set[int] = set()
-        for found in self._sums(runs, clipped, unscaled):
-            place = found.place
+        for place, value, scale in self._sums(runs, clipped, unscaled):
             other = self._other(place, unscaled)
-            _put(self._tensors[place], found, other, place in written, ddp is None)
+            _put(self._tensors[place], value, scale, other, place in written, ddp is None)
             written.add(place)
         self.closed = True
         if ddp is not None:
@@ -202,22 +197,19 @@ class ClipTape:
     ) -> Iterator[Sum]:
         """Yield the clipped gradients of each use, and drop the use."""
         numbers, tensors = {id(run): k for k, run in enumerate(runs)}, self._tensors
-        live = ((g, place) for g in groups for place in g.places if place not in self._idle)
-        group_of = {place: group for group, place in live}
+        group_of = {place: g for g in groups for place in g.places if place not in self._idle}
 
         def sums_of(run: Pass, use: Any, parameters: Sequence[int]) -> Iterator[Sum]:
-            by_group: dict[ClipGroup, list[int]] = {}
-            for place in parameters:
-                if place in group_of:
-                    by_group.setdefault(group_of[place], []).append(place)
-            for group, places in by_group.items():
+            live = [place for place in parameters if place in group_of]
+            for group in dict.fromkeys(group_of[place] for place in live):
+                places = [place for place in live if group_of[place] is group]
                 factors, scale = group.factors(numbers[id(run)], tensors[places[0]], unscaled)
                 try:
                     weighted = use.weighted(factors, places)
                 except RefusedError as error:
                     self._refuse(error.cause, places)
                 for place, value in zip(places, weighted, strict=True):
-                    yield Sum(place, value, scale)
+                    yield place, value, scale
 
         rerun = [entry for entry in self._uses if entry[1].runs_again]
         yield from [found for entry in rerun for found in sums_of(*entry)]  # first: one may fail
@@ -271,10 +263,12 @@ def detached_dense(value: Tensor) -> Tensor:
     return value.detach() if value.requires_grad else value
 
 
-def _put(p: Tensor, found: Sum, other: Tensor | None, adds: bool, may_swap: bool) -> None:
+def _put(
+    p: Tensor, value: Tensor, scale: float, other: Tensor | None, adds: bool, may_swap: bool
+) -> None:
     """Set .grad to a sum and what it holds besides; adds: add the sum to what is there. may_swap:
     .grad may take the sum's memory in place of a copy."""
-    grad, value, scale = p.grad, detached_dense(found.value), found.scale
+    grad, value = p.grad, detached_dense(value)
     value = value if value.shape == p.shape else value.reshape(p.shape)
     assert grad is not None
     if grad.is_sparse:
@@ -322,13 +316,13 @@ class DeferredTape(ClipTape):
             sums = _averaged(ddp, tensors, sums)
         written, waiting = set(), dict[int, Tensor]()
         try:
-            for found in sums:
-                if found.place in waiting or len(waiting) == MAX_WAITING:
+            for place, value, scale in sums:
+                if place in waiting or len(waiting) == MAX_WAITING:
                     _copy(tensors, waiting)
-                value = _add(tensors[found.place], found)
-                if value is not None:
-                    waiting[found.place] = value
-                written.add(found.place)
+                left = _add(tensors[place], value, scale)
+                if left is not None:
+                    waiting[place] = left
+                written.add(place)
         finally:
             _copy(tensors, waiting)
         self.closed = True
@@ -345,9 +339,9 @@ def _copy(tensors: Sequence[Tensor], waiting: dict[int, Tensor]) -> None:
     waiting.clear()
 
 
-def _add(p: Tensor, found: Sum) -> Tensor | None:
+def _add(p: Tensor, value: Tensor, scale: float) -> Tensor | None:
     """Add a sum to .grad. Return it if it must be copied into a new .grad of other strides."""
-    grad, value, scale = p.grad, found.value, found.scale
+    grad = p.grad
     if grad is None and value.is_sparse:
         p.grad = value * scale
     elif grad is None:
@@ -375,4 +369,4 @@ def _averaged(ddp: Any, tensors: Sequence[Tensor], sums: Iterable[Sum]) -> list[
         has[place] = 1
     mean_over(ddp, [has, *parts.values()])  # of all parameters: each process must send the same
     present = has.tolist()
-    return [Sum(place, part, 1.0) for place, part in parts.items() if present[place]]
+    return [(place, part, 1.0) for place, part in parts.items() if present[place]]

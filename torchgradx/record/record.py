@@ -282,8 +282,11 @@ class Record:
     def _groups(self, per: str) -> dict[str, list[int]]:
         """Return the places of parameters that any pass trained, by parameter, module or model."""
         groups: dict[str, list[int]] = {}
-        for place in sorted(set().union(*(run.trainable for run, _ in self.runs))):
-            name = "" if per == "model" else self._parameters.names[place]
+        places = sorted(set().union(*(run.trainable for run, _ in self.runs)))
+        if per == "model":
+            return {"": places}
+        for place in places:
+            name = self._parameters.names[place]
             key = name.rpartition(".")[0] if per == "module" else name
             groups.setdefault(key, []).append(place)
         return groups

@@ -8,13 +8,13 @@ token's features), and warns if some samples have more of them than others.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..graph.arguments import tensors_in
 from ..graph.modes import in_batched_backward, without_user_modes
 
 # The defaults of attach(loss_reduction=, loss_scale=): objects of their own, so that `is` tells a
@@ -95,9 +95,9 @@ class TokenWatch:
         self._found: list[Tensor] = []  # bool [] on the outputs' device: unequal counts of zeros
         self._copies: list[tuple[Tensor, Any]] = []  # the same on the host, see _copy_to_host
 
-    def watch(self, output: Any, n: int) -> None:
+    def watch(self, outputs: Sequence[Tensor], n: int) -> None:
         """Look at the gradients that a forward's outputs will receive."""
-        for tensor in tensors_in(output) if n > 1 else ():
+        for tensor in outputs if n > 1 else ():
             node, dim = tensor.grad_fn, self._sample_dim(tensor, n)
             if node is not None and dim is not None and not node.name().startswith(RECTIFIERS):
                 # Not a hook on the tensor, which the user would see.
