@@ -7,7 +7,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Two processes of one thread each. A file's tests stay in one: they share what they have made.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(BIN)/pytest -n 2 --dist loadfile --max-worker-restart 0
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	  --max-worker-restart 0
 DONE := $(VENV)/.torchgradx
 SOURCES := pyproject.toml setup.py README.md $(shell find build_tools csrc torchgradx -type f \
              ! -name '*.so' ! -name '*.pyc')

@@ -16,6 +16,10 @@ if "TORCHGRADX_TEST_DEVICE" in os.environ:
     make_all_tensors_on(os.environ["TORCHGRADX_TEST_DEVICE"])
 
 
+# Their tests are few and long: begun last, one would keep a process busy when the others are done.
+LONG = ("cuda_static", "emulated", "gpu_stages", "pages", "two_processes", "packaging", "compile")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run every case of each grid")
     parser.addoption("--default-mode", action="store_true", help="run no other options of attach()")
@@ -27,13 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Thin the grids, unless all of their cases are asked for or single ones are named."""
+    """Thin the grids, unless all cases are asked for or single ones are named; long files first."""
     if config.getoption("--default-mode"):
         items[:], left_out = in_default_mode(items)
         config.hook.pytest_deselected(items=left_out)
     if not config.getoption("--all-cases") and not any("[" in arg for arg in config.args):
         items[:], left_out = thin(items)
         config.hook.pytest_deselected(items=left_out)
+    items.sort(key=lambda item: not item.path.stem.endswith(LONG))
 
 
 def pytest_collection_finish() -> None:

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -140,7 +141,9 @@ def operators(kernels: dict[str, Path] | None = None) -> Path:
     folders = (KERNELS, ROOT / "csrc/operators")
     bindings = [compiled(s, folders, flags) for s in sorted(KERNELS.glob("*.cpp"))]
     given = kernels or {}
-    objects = [given.get(s.stem) or kernel(s) for s in sorted(KERNELS.glob("*.cu"))]
+    sources = sorted(KERNELS.glob("*.cu"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilers, for which a thread waits
+        objects = list(pool.map(lambda s: given.get(s.stem) or kernel(s), sources))
     libraries = Path(torch.__file__).parent / "lib"
     link = (f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch_cpu", "-ltorch", "-lc10")
     return linked("operators", [*bindings, *objects, *runtime(torch=True)], *link)
