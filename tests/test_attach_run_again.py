@@ -8,7 +8,7 @@ import pytest
 import torch
 from attach_models import Model, square
 from attach_modes import fallback_mode
-from attach_oracle import close_named, joined, loop
+from attach_oracle import check, close_named, joined, loop
 from attach_steps import read_or_refused, refusal
 from clip_oracle import bounded, gradients, is_sum, norms_of, weighted
 from torch import nn
@@ -71,6 +71,19 @@ def test_what_a_module_keeps_of_its_calls_is_as_without_a_probe(name, options):
             value.backward()
             assert torch.equal(value, plain)
             read_or_refused(probe, alone, "1.scale")
+
+
+@fallback_mode
+@pytest.mark.parametrize("view", [False, True])
+def test_what_a_module_writes_into_its_argument_is_written_once(view, options):
+    def add(m, x):
+        x += m.b
+        return m.o(x * m.l(x))
+
+    parts = {"b": nn.Parameter(torch.randn(4)), "l": nn.Linear(4, 4), "o": nn.Linear(4, 2)}
+    model = Model(lambda m, x: m.m(m.i(x).mT if view else m.i(x)), i=nn.Linear(3, 4),
+                  m=Model(add, **parts)).double()  # fmt: skip
+    check(model, square, torch.randn(N, 4, 3).double(), **options)
 
 
 class Stateful(nn.Module):

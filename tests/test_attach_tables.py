@@ -19,6 +19,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
+from torchgradx.graph.arguments import tensors_in
 
 sizes = pytest.mark.parametrize(("n", "t"), [(N, T), (N, N), (D, T), (1, T), (T, 1), (2, 2 * N)])
 IDS = {"[T]": torch.arange, "[1, T]": lambda t: torch.arange(t)[None]}
@@ -34,6 +35,14 @@ MASKS = {
 def test_a_position_table_is_exact(ids, n, t, options):
     model = placed(lambda m, i: m.p(IDS[ids](i.shape[1])))
     check(model, square, tokens(n, t), **options)
+
+
+@fallback_mode
+@pytest.mark.parametrize("keep", [lambda ids: ids, lambda ids: [ids], lambda ids: {"a": ids}])
+def test_ids_that_a_module_keeps_are_of_no_sample(keep, options):
+    model = placed(lambda m, i: m.p(tensors_in(m.kept)[0]))
+    model.kept = keep(torch.arange(T)[None])
+    check(model, square, tokens(N, T), **options)
 
 
 @fallback_mode

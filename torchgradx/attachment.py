@@ -86,9 +86,7 @@ class Attachment:
         self._audit = Audit(shared, self._record, self._backwards)
         self._segments = SegmentExaminer(shared, self._audit)
         directions = {} if options["directions"] is None else options["directions"]
-        self._directed = place_directions(
-            directions, self._parameters
-        )  # by place; empty: no directions
+        self._directed = place_directions(directions, self._parameters)  # by place; empty: none
         self._directions = dict(directions)
         self._tokens = TokenWatch(options)
         self._joint: list[Pass] | None = None

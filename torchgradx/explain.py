@@ -63,10 +63,8 @@ def _summary(words: Counter[str], again: Counter[str]) -> str:
 def _served(layer: Layer) -> tuple[str, str, str]:
     """Return what serves it: in a word, to be counted; in a line; all that was weighed."""
     if "lifted" in layer.notes:
-        text = (
-            "lifted: its gradients by sample are taken at the graph's nodes, where samples come in"
-        )
-        text += layer.notes["lifted"] or ""
+        text = "lifted: its gradients by sample are taken at the graph's nodes, where samples"
+        text += f" come in{layer.notes['lifted'] or ''}"
         return "at the graph's nodes", text, text
     if layer.notes.keys() == {"products"}:
         text = "products: one for each expert, their rows' samples by the indices between"

@@ -220,12 +220,10 @@ class Probe(Attachment):
     def __repr__(self) -> str:
         model = self._model()
         state = type(model).__name__ if model is not None else "of a model that is gone"
-        samples = sum(run.n for run, _ in self._record.runs)
         if self not in attachments:
             return f"Probe({state}, removed)"
-        return (
-            f"Probe({state}, {len(self._parameters.names)} parameters, {samples} samples recorded)"
-        )
+        count, n = len(self._parameters.names), sum(run.n for run, _ in self._record.runs)
+        return f"Probe({state}, {count} parameters, {n} samples recorded)"
 
     def __dir__(self) -> list[str]:
         """Return the public names."""

@@ -155,6 +155,8 @@ failed: its gradients by sample failed: {error}
     > Freeze it, or compute that part without parameters of its own
 other_outputs: run again in backward, it gives other outputs than its forward
     > Keep its switches and states until backward() has ended, and draw torch's random numbers
+overwrites: it writes into its arguments, so it cannot run again in backward
+    > Write x = x + y in place of x += y
 not_its_sum: the gradient that a node above it received is not the sum of its gradients by sample: a
     hook, or a use that the model's outputs do not show, changed it
     > Remove the hook, or return that tensor from forward as well

@@ -2,7 +2,6 @@
 #include "at_node.h"
 
 #include <c10/util/flat_hash_map.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_hook.h>
 

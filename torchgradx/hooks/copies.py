@@ -189,9 +189,7 @@ def stock_of(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class without a probe; one derived from a class of ours is derived anew."""
     if kind in _stock_classes:
         return _stock_classes[kind]
-    bases = tuple(
-        stock_of(base) if issubclass(base, nn.Module) else base for base in kind.__bases__
-    )
+    bases = tuple(stock_of(b) if issubclass(b, nn.Module) else b for b in kind.__bases__)
     if bases == kind.__bases__:
         return kind
     body = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}

@@ -36,7 +36,6 @@ def indices_of(value: Any, size: int | None = None) -> NDArray[np.int64]:
         raise TypeError(f"indices must be integers [B]; got {found.dtype} {list(found.shape)}")
     found = found.astype(np.int64)
     if size is not None and found.size and not 0 <= found.min() <= found.max() < size:
-        raise ValueError(
-            f"indices must be from 0 to {size - 1}; got {found.min()} to {found.max()}"
-        )
+        low, high = found.min(), found.max()
+        raise ValueError(f"indices must be from 0 to {size - 1}; got {low} to {high}")
     return found

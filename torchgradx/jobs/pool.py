@@ -66,9 +66,8 @@ class Pool:
         else:
             drawn = 0
             for batch in self._sampler:
-                fresh = np.array(
-                    [i for i in dict.fromkeys(map(int, batch)) if left[i]], dtype=np.int64
-                )
+                unseen = [i for i in dict.fromkeys(map(int, batch)) if left[i]]
+                fresh = np.array(unseen, dtype=np.int64)
                 left[fresh] = False
                 found += [fresh] if len(fresh) else []
                 size, drawn = max(size, len(fresh)), drawn + len(batch)

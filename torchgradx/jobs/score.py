@@ -197,9 +197,8 @@ def score(
     quantity = Quantities(kinds, per, loss_fn, loss_reduction, logits, top_classes, options)
     shows = progress and ranks.rank == 0
     partial = path and ranks.beside(path)
-    job = Job(
-        pool, quantity, wanted, ranks, options, split, eval_mode, shows, partial, facts, resume
-    )
+    rest = shows, partial, facts, resume
+    job = Job(pool, quantity, wanted, ranks, options, split, eval_mode, *rest)
     try:
         with ranks.together(), random_state_kept(pool.generators()):
             if path is not None:

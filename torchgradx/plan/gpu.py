@@ -82,9 +82,8 @@ def gpu_of(device: torch.device) -> Gpu | None:
     index = torch.cuda.current_device() if device.index is None else device.index
     key = (index, _tf32())
     if key not in _known:
-        _known[key] = from_properties(
-            torch.cuda.get_device_properties(index), key[1], compiled_for()
-        )
+        properties = torch.cuda.get_device_properties(index)
+        _known[key] = from_properties(properties, key[1], compiled_for())
     return _known[key]
 
 

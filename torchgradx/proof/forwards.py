@@ -222,17 +222,13 @@ class Forwards:
         self._parameters, self._memories = parameters, memories
         self._local = _OfThread()
 
-    @property
-    def memory(self) -> Memory:
-        """Return the memory of the model's regime."""
-        return self._memory_of(self._parameters.regime())
-
     def _memory_of(self, regime: Any) -> Memory:
         return self._memories.get(regime) or self._memories.setdefault(regime, Memory())
 
     def watch_again(self) -> None:
         """Watch at least the next forward of this regime."""
-        self.memory.watches = max(1, self.memory.watches)
+        memory = self._memory_of(self._parameters.regime())
+        memory.watches = max(1, memory.watches)
 
     @property
     def first(self) -> int:
@@ -249,7 +245,7 @@ class Forwards:
         local.first = torch.autograd._get_sequence_nr()
         local.flat = n > 1 and has_flat_rows(arguments, n, batch_dim)
         if n > 1 and self._memory_of(local.regime).watches:
-            constants = [*map(local_part, model.parameters()), *model.buffers()]
+            constants = [*map(local_part, model.parameters()), *model.buffers(), *_kept_ids(model)]
             local.watch = Watch(constants, sized_tensors_in(arguments), n, batch_dim)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> ForwardTrace:
@@ -323,6 +319,16 @@ class Forwards:
             self._local.caches = caches  # without those of forwards that ran again inside
             for cache, kept in zip(caches, before, strict=True):
                 cache.update(kept)
+
+
+def _kept_ids(model: nn.Module) -> Iterator[Tensor]:
+    """Yield tensors of integers that modules keep beside their buffers: ids of positions, or of
+    prompts. Integers choose rows of tables, and nothing else of theirs can mix samples."""
+    for kept in (value for module in model.modules() for value in vars(module).values()):
+        parts = kept.values() if isinstance(kept, dict) else kept
+        for t in parts if isinstance(kept, (dict, list, tuple)) else (kept,):
+            if isinstance(t, Tensor) and t.dtype in (torch.int64, torch.int32):
+                yield t
 
 
 def _kind(outputs: Any) -> Any:

@@ -87,8 +87,8 @@ class Examiner:
         n, uses, watch = forward.n, forward.uses, forward.trace.watch
         is_constant = None if watch is None else watch.observer.is_constant
         if is_constant is not None:
-            self._forwards.memory.note_constants(uses, is_constant)
-        known = self._forwards.memory.tables(uses) if n > 1 else ()
+            forward.trace.memory.note_constants(uses, is_constant)
+        known = forward.trace.memory.tables(uses) if n > 1 else ()
         tables = {k for k in known if self._sites[uses[k][0]].declared < 0}
         exam = _Exam(forward, *self._watched(forward), tables, is_constant)
         findings, plan, complete, ambiguous = self._find_layouts(exam)
@@ -192,7 +192,7 @@ class Examiner:
         """Return the row indices that the batch's values chose. With a None in it, no other pass
         has the same routes: some choices cannot be seen."""
         n = forward.n
-        routes, memory = list(forward.routes), self._forwards.memory
+        routes, memory = list(forward.routes), forward.trace.memory
         cut = any(
             layout not in (SHARED, TAKEN)
             and memory.is_picked(site)
@@ -244,7 +244,7 @@ class Examiner:
     def _run_proof(self, exam: _Exam) -> tuple[list[Finding] | None, bool]:
         """Return (findings of all watched outputs, ambiguous: see above). The findings are None
         where no backward can run."""
-        n, memory = exam.forward.n, self._forwards.memory
+        n, memory = exam.forward.n, exam.forward.trace.memory
         if n < 2:
             first = (n == 1 or 0 in use.leads[:1] for use in exam.all_watched)
             return [Finding(BATCH if is_first else SEQUENCE) for is_first in first], False
@@ -285,7 +285,7 @@ class Examiner:
     def _agrees(self, exam: _Exam, findings: Sequence[Finding]) -> bool | None:
         """Return False if findings put samples elsewhere than the model's arguments have them, or
         mix them; None if no use shows where the arguments have them."""
-        uses, memory = exam.forward.uses, self._forwards.memory
+        uses, memory = exam.forward.uses, exam.forward.trace.memory
         anchors, tables = memory.anchors(uses), memory.tables(uses)
         agreements = []
         for k, one in enumerate(self._by_use(exam, findings)[0]):
@@ -356,7 +356,7 @@ class Examiner:
         return Seeding(heads, watched, forward.n, self._forwards.keep_caches).confirms(expected)
 
     def _heads(self, forward: Forward) -> tuple[Heads, Sequence[Heads]]:
-        dims = {} if forward.inner else self._forwards.memory.dims
+        dims = {} if forward.inner else forward.trace.memory.dims
         taken, batch_dim = forward.taken, self._options["batch_dim"]
         return heads_of(forward.heads, taken, forward.n, dims, batch_dim)
 

@@ -141,9 +141,7 @@ class ClipTape:
                 "clip_grad_norm_ needs what the backward had in its hands: attach(..., clip=True)"
             )
         if self.closed:
-            raise RuntimeError(
-                "this record is clipped already: clip once, between backward and step"
-            )
+            raise RuntimeError("the record is clipped already: clip between backward and step")
         tensors = self._tensors = self._parameters.tensors()
         if is_sharded(tensors):
             self._refuse("clip_sharded", (k for k, p in enumerate(tensors) if is_sharded([p])))
@@ -153,7 +151,10 @@ class ClipTape:
         used -= self._idle
         stale = (k for k in used if tensors[k]._version != self._versions[k])
         self._refuse("clip_weights", stale)
-        self._refuse("clip_hooks", (k for k in used if _is_hooked(tensors[k])))
+        tables = {k: (tensors[k]._backward_hooks, tensors[k]._post_accumulate_grad_hooks)
+                  for k in used}  # fmt: skip
+        hooked = (k for k, both in tables.items() if any(map(has_user_hooks, both)))
+        self._refuse("clip_hooks", hooked)
         overwritten = (k for _, use, places in self._uses if not use.intact for k in places)
         self._refuse("clip_inputs", overwritten)
         self._check_grads(used, unscaled)
@@ -250,11 +251,6 @@ def _some_elements(grad: Tensor) -> Tensor:
     """Return a copy of at least 64 elements, spread over a gradient, or of all of a smaller one."""
     values = _values(grad).flatten()
     return values[:: max(1, len(values) // 64)].clone()
-
-
-def _is_hooked(p: Tensor) -> bool:
-    """Return True if the user has hooks on a parameter."""
-    return has_user_hooks(p._backward_hooks) or has_user_hooks(p._post_accumulate_grad_hooks)
 
 
 def detached_dense(value: Tensor) -> Tensor:

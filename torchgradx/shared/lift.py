@@ -87,7 +87,8 @@ class Lift:
         for k in beside:
             if own := uses.own(k, graph):
                 is_cheap = partial(asking.is_cheap, self._large_weight(n, own))
-                groups.append(Climb(k, own, asking.is_able if runs_once else is_cheap))
+                only = runs_once or getattr(self._sites[uses.site(k)], "overwrites", False)
+                groups.append(Climb(k, own, asking.is_able if only else is_cheap))
         groups += [Climb(k, uses.own(k, graph), asking.is_able) for k in read]
         layouts = start.region.layouts(region, proven)
         taken = {node for one in forward.taken if one for node in one.nodes}

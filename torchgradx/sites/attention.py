@@ -104,9 +104,7 @@ class _Call:
         run, first = self._recorder.current(), torch.autograd._get_sequence_nr()
         out = project()
         if run is not None:
-            run.enclose(
-                [place for role in roles for place in self._projections[role].places], first
-            )
+            run.enclose([p for role in roles for p in self._projections[role].places], first)
         return out
 
     def _linear(self, roles: Sequence[str]) -> Callable[..., Tensor]:

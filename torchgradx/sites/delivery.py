@@ -88,6 +88,7 @@ class Delivery:
             self._names.setdefault(context.parameters.place(prefix + name), name)
         self._closed_form = CLOSED_FORMS.get(layer.kind)
         self._was_lifted = False  # the latest use was served at graph nodes, by shared/lift.py
+        self.overwrites = False  # it has written into its arguments: it cannot run again
 
     @property
     def presumed(self) -> int:
@@ -182,6 +183,8 @@ class Delivery:
             why = cause("unproven", n=run.n, shape=shape, name=self.layer.name, more="reentrant")
             self._recorder.refuse(self._index, why)
             return
+        if self.overwrites:
+            raise RefusedError("overwrites")
         names = [self._names[place] for place in use.places]
         rest = layout, use.first_shape, use.regime, samples, use.outcomes
         call = Call(use.module, names, arguments, grads, run.n, *rest)

@@ -78,9 +78,7 @@ class _Forward(nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
-def per_sample_gradients(
-    call: Call, unrecorded: Unrecorded, notes: dict[str, str | None]
-) -> Chunks:
+def per_sample_gradients(call: Call, unrecorded: Unrecorded, notes: dict[str, Any]) -> Chunks:
     """Yield gradients by vmap, else by a replay. notes: get "vmap" or "replay"."""
     done = 0
     try:

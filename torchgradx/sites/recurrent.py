@@ -43,7 +43,7 @@ class RecurrentSite(FallbackSite):
             return through_time.run(self._run_layer, module, input, hx)
         if run is not None and is_trained and self._needs_kernel and not served:
             run.refuse(self._index, "no_kernel")
-        self._before_forward(module, ())
+        self._before_forward(module, (input, hx), {})
         out = self._stock.forward(module, input, hx)
         return self._after_forward(module, (input, hx), {}, out) or out
 

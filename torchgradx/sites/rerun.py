@@ -23,6 +23,7 @@ from ..graph.nodes import coarsest_eps
 from ..graph.sizes import look_of
 from ..graph.unpacking import saves_through_hooks
 from ..hooks.copies import stock_of
+from ..kept import Versions
 from ..layers.modules import CONTAINERS, parameter_of, same_parameters
 from ..layers.rules import Layer
 from .delivery import Delivery, RerunUse
@@ -41,6 +42,7 @@ class _CallOfThread(threading.local):
     """Conditions of the call that runs on this thread."""
 
     regime: Regime | None  # None: it draws nothing, so that the regime after it is the same
+    arguments = Versions(())  # before the forward
     first = 0  # sequence number of the first node that it makes
 
 
@@ -68,7 +70,7 @@ class FallbackSite(Delivery):
 
     def _attach(self, context: Context) -> None:
         add, module = self._hooks.add, self._module
-        add(module.register_forward_pre_hook, self._before_forward)
+        add(module.register_forward_pre_hook, self._before_forward, with_kwargs=True)
         add(module.register_forward_hook, self._after_forward, prepend=True, with_kwargs=True)
 
     def remove(self) -> None:
@@ -88,9 +90,11 @@ class FallbackSite(Delivery):
         is_users = not stock_of(type(self._module)).__module__.startswith("torch.nn.")
         return is_users or self._has_maker or any(children)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._call
         trained = {} if self._was_lifted else self._trained(module)
+        if trained and not torch._C._are_functorch_transforms_active():
+            call.arguments = Versions(tensors_in((args, kwargs)))
         p = next(iter(trained.values()), None)
         call.regime = None if p is None else Regime.current(p.device, may_draw(module))
         if not self._has_maker:
@@ -116,8 +120,10 @@ class FallbackSite(Delivery):
                 listen = partial(self._listen_late, args, out, known)
                 self._audit.forwards.postpone(known[1], listen)
                 return None
+        arguments, self._call.arguments = self._call.arguments, Versions(())
         if not self._has_same_parameters(module):
             return None
+        self.overwrites |= not arguments.are_current()
         run, parameters = self._recorder.current(), self._trained(module)
         if run is None or torch._C._are_functorch_transforms_active():
             return None
