@@ -265,8 +265,7 @@ class Forwards:
             watch.observer.stop()
             if outputs is not None:
                 memory.learn(watch)
-        kind = _kind(outputs)
-        return ForwardTrace(watch, ends, nodes, kind, local.flat, by_row, regime, memory)
+        return ForwardTrace(watch, ends, nodes, _kind(outputs), local.flat, by_row, regime, memory)
 
     def postpone(self, use: int, listen: Callable[[], None]) -> None:
         """Have a use's hooks added by `listen` at the end of the forward."""
