@@ -19,10 +19,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
-from torchgradx.graph.arguments import tensors_in
 
 sizes = pytest.mark.parametrize(("n", "t"), [(N, T), (N, N), (D, T), (1, T), (T, 1), (2, 2 * N)])
 IDS = {"[T]": torch.arange, "[1, T]": lambda t: torch.arange(t)[None]}
+POSITIONS = torch.arange(T)[None]
 MASKS = {
     "[1, T] > 1": lambda t: torch.arange(t)[None] > 1,
     "[T] > 1": lambda t: torch.arange(t) > 1,
@@ -38,10 +38,10 @@ def test_a_position_table_is_exact(ids, n, t, options):
 
 
 @fallback_mode
-@pytest.mark.parametrize("keep", [lambda ids: ids, lambda ids: [ids], lambda ids: {"a": ids}])
-def test_ids_that_a_module_keeps_are_of_no_sample(keep, options):
-    model = placed(lambda m, i: m.p(tensors_in(m.kept)[0]))
-    model.kept = keep(torch.arange(T)[None])
+@pytest.mark.parametrize("kept", [(POSITIONS, ...), ([POSITIONS], 0), ({"a": POSITIONS}, "a")])
+def test_ids_that_a_module_keeps_are_of_no_sample(kept, options):
+    model = placed(lambda m, i: m.p(m.kept[kept[1]]))
+    model.kept = kept[0]
     check(model, square, tokens(N, T), **options)
 
 

@@ -220,9 +220,8 @@ class Attachment:
         self, module: nn.Module, n: int, serial: int, context: PassOptions
     ) -> tuple[Pass | None, bool]:
         """Return a pass of n samples, or None where it is refused; and whether it is new."""
-        # In this order: the former looks for sharded modules.
-        has_changed, parameters = self._parameters.changed(), self._parameters.parts()
-        if has_changed:
+        parameters = self._parameters.parts()
+        if self._parameters.changed():
             why_not: str | None = "model_changed"
         elif self._parameters.computed:
             why_not = "computed"

@@ -175,8 +175,8 @@ class Job:
     def _attached(self, model: nn.Module) -> contextlib.AbstractContextManager[Probe | None]:
         if not self.quantity.backwards:
             return contextlib.nullcontext()
-        options = {"check": "samples", **self.options}
-        return norms_only(model, **options | {"loss_reduction": self.quantity.loss_reduction})
+        reduction = {"loss_reduction": self.quantity.loss_reduction}
+        return norms_only(model, **{"check": "samples", **self.options, **reduction})
 
     def _rows(
         self, found: Mapping[str, Tensor], prefix: str, columns: list[str]

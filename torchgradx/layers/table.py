@@ -78,7 +78,9 @@ class Parameters:
         return self._tensors
 
     def parts(self) -> list[Tensor]:
-        """Return `tensors`, with this process's shard in place of a gathered parameter."""
+        """Return `tensors`, with this process's shard in place of a gathered parameter. A forward
+        begins with it, since it looks for sharded modules."""
+        self._sharded = sharded(self._modules)
         shards = {id(whole): part for part, whole in parts_and_wholes(self._sharded)}
         return [shards.get(id(p), p) for p in self.tensors()] if shards else self.tensors()
 
@@ -99,7 +101,6 @@ class Parameters:
 
     def changed(self) -> bool:
         """Return True if modules, parameter counts, ties or options changed since attach."""
-        self._sharded = sharded(self._modules)
         same = stand(self._children, self._first_children)
         same = same and list(map(len, self._owners)) == self._lengths
         if self.altered or any(self._childless) or not same:

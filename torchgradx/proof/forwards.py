@@ -32,6 +32,7 @@ from ..graph.modes import without_user_modes
 from ..graph.nodes import Graph
 from ..graph.owners import segments_from
 from ..graph.routes import routes_of
+from ..graph.unpacking import INDICES
 from ..sharding import local_part
 from ..sites.several import End
 
@@ -326,7 +327,7 @@ def _kept_ids(model: nn.Module) -> Iterator[Tensor]:
     for kept in (value for module in model.modules() for value in vars(module).values()):
         parts = kept.values() if isinstance(kept, dict) else kept
         for t in parts if isinstance(kept, (dict, list, tuple)) else (kept,):
-            if isinstance(t, Tensor) and t.dtype in (torch.int64, torch.int32):
+            if isinstance(t, Tensor) and t.dtype in INDICES:
                 yield t
 
 

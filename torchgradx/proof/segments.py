@@ -159,7 +159,7 @@ class SegmentExaminer:
             return
         served = refused - failed
         if not failed and SHARED not in run.layouts and {site for site, _ in causes} == refused:
-            self._routed[self._parameters.regime()] = True
+            self._routed[forward.trace.regime] = True
             served = used
         run.refusals = [(site, why) for site, why in causes if site not in served]
         run.layouts = [new if site in served else old
@@ -256,7 +256,7 @@ class SegmentExaminer:
         """Return the cache key of the verdict on each use; None for one without owners."""
         names, inputs = frozenset(graph.names), graph.inputs
         facts = inputs.has_shared_lines, inputs.has_padding, len(inputs.grid)
-        common = self._parameters.regime(), names, *facts
+        common = forward.trace.regime, names, *facts
         return [None if one is None else ("segments", common, site, one.path)
                 for (site, *_), one in zip(forward.uses, owned, strict=True)]  # fmt: skip
 

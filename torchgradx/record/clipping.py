@@ -151,9 +151,8 @@ class ClipTape:
         used -= self._idle
         stale = (k for k in used if tensors[k]._version != self._versions[k])
         self._refuse("clip_weights", stale)
-        tables = {k: (tensors[k]._backward_hooks, tensors[k]._post_accumulate_grad_hooks)
-                  for k in used}  # fmt: skip
-        hooked = (k for k, both in tables.items() if any(map(has_user_hooks, both)))
+        hooked = (k for k in used if has_user_hooks(tensors[k]._backward_hooks)
+                  or has_user_hooks(tensors[k]._post_accumulate_grad_hooks))  # fmt: skip
         self._refuse("clip_hooks", hooked)
         overwritten = (k for _, use, places in self._uses if not use.intact for k in places)
         self._refuse("clip_inputs", overwritten)

@@ -23,7 +23,6 @@ from ..graph.nodes import coarsest_eps
 from ..graph.sizes import look_of
 from ..graph.unpacking import saves_through_hooks
 from ..hooks.copies import stock_of
-from ..kept import Versions
 from ..layers.modules import CONTAINERS, parameter_of, same_parameters
 from ..layers.rules import Layer
 from .delivery import Delivery, RerunUse
@@ -42,7 +41,7 @@ class _CallOfThread(threading.local):
     """Conditions of the call that runs on this thread."""
 
     regime: Regime | None  # None: it draws nothing, so that the regime after it is the same
-    arguments = Versions(())  # before the forward
+    versions: Mapping[int, int] = {}  # of the arguments before the forward, by a tensor's id
     first = 0  # sequence number of the first node that it makes
 
 
@@ -93,8 +92,9 @@ class FallbackSite(Delivery):
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._call
         trained = {} if self._was_lifted else self._trained(module)
-        if trained and not torch._C._are_functorch_transforms_active():
-            call.arguments = Versions(tensors_in((args, kwargs)))
+        is_plain = trained and not torch._C._are_functorch_transforms_active()
+        given = tensors_in((args, kwargs)) if is_plain else ()
+        call.versions = {id(t): t._version for t in given if not t.is_inference()}
         p = next(iter(trained.values()), None)
         call.regime = None if p is None else Regime.current(p.device, may_draw(module))
         if not self._has_maker:
@@ -120,10 +120,8 @@ class FallbackSite(Delivery):
                 listen = partial(self._listen_late, args, out, known)
                 self._audit.forwards.postpone(known[1], listen)
                 return None
-        arguments, self._call.arguments = self._call.arguments, Versions(())
         if not self._has_same_parameters(module):
             return None
-        self.overwrites |= not arguments.are_current()
         run, parameters = self._recorder.current(), self._trained(module)
         if run is None or torch._C._are_functorch_transforms_active():
             return None
@@ -171,6 +169,8 @@ class FallbackSite(Delivery):
     ) -> None:
         """Record a use, and listen to its outputs' gradients. samples: see RerunUse."""
         operands, single = tensors_in(arguments), len(outputs) == 1
+        known = ((t, self._call.versions.get(id(t))) for t in operands)
+        self.overwrites |= any(v is not None and v != t._version for t, v in known)
         live = [t for t in outputs if t.requires_grad]
         first = next((t for t in live if t.dim()), (live or outputs)[0])
         recorded, forwards = bool(self._recorder.depth()), self._audit.forwards
