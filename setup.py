@@ -47,7 +47,7 @@ def why_not() -> str | None:
 
 # Python's own flags have -fwrapv, under which no signed overflow is an error.
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-wrapv"]
-CHECKED = ["-O1", "-g1", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", *SANITIZERS]
+CHECKED = ["-O0", "-g1", "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS", *SANITIZERS]
 
 
 def flags(torch) -> list[str]:

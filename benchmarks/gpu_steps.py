@@ -19,7 +19,7 @@ from gpu_models import MODELS, Case
 from gpu_profile import kernels_of
 from isolated import Message, said
 from rivals import RIVALS, NotInstalledError
-from timing import Budget, interleaved
+from timing import BURST, Budget, interleaved
 from torch import Tensor
 from workloads import MAX_NORM, OURS, Way, Workload, attached
 
@@ -228,7 +228,8 @@ def way_messages(
         peak = device.peak(step)
         figures["peak_ratio"] = round((peak - others) / plain_peak, 4) if plain_peak else None
         figures["host_ms"] = host_ms(step, device)
-        ratios = interleaved(plain, {way: waited}, Budget(5, settings.seconds))
+        budget = Budget(5, settings.seconds)
+        ratios = interleaved(plain, {way: waited}, budget, 0 if settings.tiny else BURST)
         figures |= {**ratios[way].row(), "plain_ms": round(ratios[way].plain_milliseconds, 4)}
     yield figures
     if settings.profile and not settings.first_only and way in PROFILED:

@@ -51,13 +51,13 @@ def cuobjdump() -> str | None:
     return shutil.which("cuobjdump", path=f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def compiled(source: Path, architecture: str) -> Path:
+def compiled(source: Path, *architectures: str) -> Path:
     """The object, or RuntimeError with what nvcc had to say."""
     texts = build.texts(source, (build.KERNELS,), {}).values()
-    code = f"arch=compute_{architecture},code=sm_{architecture}"
-    command = [f"{build.toolkit()}/bin/nvcc", *FLAGS, "-gencode", code, "-c", str(source)]
+    codes = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
+    command = [f"{build.toolkit()}/bin/nvcc", *FLAGS, *codes, "-c", str(source)]
     key = "".join((*command[:-2], *texts))
-    return build.made(f"{source.stem}_{architecture}.o", key, command)
+    return build.made(f"{source.stem}.cubins.o", key, command)
 
 
 def short(name: str) -> str:
@@ -77,11 +77,11 @@ def demangled(names: list[str]) -> list[str]:
     return done.stdout.split("\n")[: len(names)]
 
 
-def _dump(what: str, path: Path) -> str:
+def _dump(what: str, architecture: str, path: Path) -> str:
     tool = cuobjdump()
     assert tool
     environment = {**os.environ, "PATH": f"{Path(tool).parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [tool, what, str(path)]
+    command = [tool, "-arch", f"sm_{architecture}", what, str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return done.stdout
 
@@ -91,10 +91,10 @@ def kernels(architecture: str) -> dict[str, Kernel]:
     """Every kernel of every .cu, by its mangled name."""
     found: dict[str, Kernel] = {}
     for source in SOURCES:
-        path = compiled(source, architecture)
-        _read_resources(_dump("-res-usage", path), found)
-        _read_opcodes(_dump("-sass", path), found)
-        _read_launch_bounds(_dump("-elf", path), found)
+        path = compiled(source, *ARCHITECTURES)
+        _read_resources(_dump("-res-usage", architecture, path), found)
+        _read_opcodes(_dump("-sass", architecture, path), found)
+        _read_launch_bounds(_dump("-elf", architecture, path), found)
     return found
 
 
