@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -268,6 +269,12 @@ void bind_capture(py::module_& m) {
             if (const auto hooks = saved->retrieve_unpack_hook_data())
               found.emplace_back(object(hooks->first), object(hooks->second));
           return found;
+        });
+  m.def("packs",  // whether a Function in Python saved tensors through hooks
+        [](const py::object& node) {
+          const auto& saved = reinterpret_cast<THPFunction*>(node.ptr())->saved_variables;
+          return std::any_of(saved.begin(), saved.end(),
+                             [](const auto& t) { return bool(t.retrieve_unpack_hook_data()); });
         });
   m.def("into_slice",  // of the node of an operation that wrote into a view: the operation's own
         [](const py::object& node) -> py::object {

@@ -90,7 +90,7 @@ def _dump(what: str, architecture: str, path: Path) -> str:
 def kernels(architecture: str) -> dict[str, Kernel]:
     """Every kernel of every .cu, by its mangled name."""
     found: dict[str, Kernel] = {}
-    for source in SOURCES:
+    for source in reversed(SOURCES):  # another process may be compiling from the first on
         path = compiled(source, *ARCHITECTURES)
         _read_resources(_dump("-res-usage", architecture, path), found)
         _read_opcodes(_dump("-sass", architecture, path), found)

@@ -119,24 +119,25 @@ def test_a_part_that_is_compiled_is_exact_at_every_batch_size(fused):
             held_against_a_loop(model, probe, model, torch.randn(n, 3, dtype=torch.float64))
 
 
-def test_attaching_recompiles_nothing_of_others():
-    graphs = []
+BETWEEN = {
+    "aot_eager": lambda m, x: m.l(m.scale * m.l(x) + m.p(torch.arange(x.shape[1]))),
+    "inductor": lambda m, x: m.l(torch.sin(m.scale * x) + m.p(torch.arange(x.shape[1]))),
+    "mixing, aot_eager": lambda m, x: m.l(torch.tanh(m.l(x)) - m.l(x).mean(0)),
+}
 
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
 
-    other = torch.compile(mlp(), backend=backend)
-    x = torch.randn(N, 3)
-    other(x)
-    before = len(graphs)
-    model = mlp()
-    with torchgradx.attach(model) as probe:
-        square(torch.compile(model, backend="eager"), x).backward()
-        probe.norms()
-        other(x)
-    other(x)
-    assert len(graphs) == before
+@extension
+@pytest.mark.parametrize("backend", BETWEEN)
+def test_what_is_compiled_between_layers_is_exact_or_refused(backend):
+    own = {"l": nn.Linear(3, 3), "p": nn.Embedding(9, 3), "scale": torch.randn(3)}
+    model = Model(BETWEEN[backend], **own).double()
+    probe, compiled = torchgradx.attach(model), torch.compile(model, backend=backend.split()[-1])
+    for n in (N, N, 6, 7):
+        if "mixing" not in backend:
+            held_against_a_loop(model, probe, compiled, rows(n))
+        else:
+            square(compiled, rows(n)).backward()
+            refusal(probe, "mix")
 
 
 @pytest.mark.grid

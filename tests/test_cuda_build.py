@@ -131,8 +131,7 @@ setup(name="cuda", ext_modules=[module], options=options, cmdclass={"build_ext":
 
 @pytest.fixture(scope="module")
 def library():
-    """The installed one, else one built here and kept, for one architecture and without optimizing:
-    test_cuda_static.py compiles for all, and in earnest."""
+    """The installed one, else one built here and kept: for one architecture, not optimized."""
     installed = next(PACKAGE.glob("_cuda.*.so"), None)
     if installed:
         return installed

@@ -74,8 +74,9 @@ class Watch {
 
   bool is_constant(const Tensor& t) const {
     if (const Known* const known = find(t)) return known->constant;
-    // A number that Python made; and parameters that fully_shard brings together.
-    return has_storage(t) && (t.dim() == 0 || (t.requires_grad() && t.is_leaf()));
+    // A number that Python made; parameters that fully_shard brings together; and positions that a compiled part made,
+    // of whose operators none is seen: indices, not from NumPy, that are of no sample.
+    return has_storage(t) && (t.dim() == 0 || (t.requires_grad() && t.is_leaf()) || are_positions(t));
   }
   bool is_picked(const Tensor& t) const {
     if (const Known* const known = find(t)) return known->picked;
@@ -121,6 +122,10 @@ class Watch {
   std::map<std::pair<const Node*, uint32_t>, bool> bits_;  // as consumed, by node and output
   std::vector<NodePtr> kept_;                              // so that no address serves again
 
+  bool are_positions(const Tensor& t) const {
+    if ((t.scalar_type() != at::kLong && t.scalar_type() != at::kInt) || !t.storage().resizable()) return false;
+    return t.dim() == 1 ? t.size(0) != n_ : t.dim() <= batch_dim_ || t.size(batch_dim_) % n_ != 0;
+  }
   // From one sample to the next, in elements, if they are in this dimension, n*T+t.
   int64_t apart(const Tensor& t, int64_t dim) const {
     if (!has_storage(t) || t.layout() != at::kStrided || t.dim() <= dim || t.size(dim) % n_) return 0;

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..refusals import cause, refused_all
+from .compiled import COMPILED
 from .rows import SILENT, RowSummary, digits_of, halves, seeded_root
 from .unpacking import can_run_twice, has_checkpoints
 
@@ -31,7 +32,7 @@ from .unpacking import can_run_twice, has_checkpoints
 # samples each pass shows (heads.py).
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR, TAKEN = range(8)
 SEGMENTS = 16  # layout 16 + k: the k-th owner vector of the pass (proof/segments.py)
-FLEX, COMPILED = "FlexAttentionAutogradOpBackward", "CompiledFunctionBackward"
+FLEX = "FlexAttentionAutogradOpBackward"
 # Outputs, each with the dimension of the samples, or with the sample of each leading row, -1: none.
 Heads = Sequence[tuple[Tensor, int | Tensor]]
 Summaries = dict[int, RowSummary]  # of one backward, by use

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CoverageError
 from ..extension import _C, NATIVE, Pass
+from ..graph.compiled import COMPILED
 from ..graph.layout import NOWHERE, TAKEN
 from ..graph.modes import in_batched_backward
 from ..hooks.copies import untraced
@@ -167,8 +168,10 @@ class Audit:
     def _prove(self, forward: Forward, key: Any, cached: Sequence[Verdict]) -> Verdict:
         """Return a new verdict, which replaces `cached` ones that expired."""
         verdict = self.examiner.verdict(forward)
-        if any(not isinstance(route, str) for route in verdict.routes):
-            self.forwards.watch_again()  # the next batch may choose other routes
+        has_compiled = any(node.name() == COMPILED for node in forward.graph.parents)
+        if has_compiled or any(not isinstance(route, str) for route in verdict.routes):
+            # The next batch may choose other routes; what compiles makes other nodes than later.
+            self.forwards.watch_again()
         expired = [v for v in cached if v.zeros_version is not None]
         if expired and verdict.zeros_version is not None:  # zeros still: examine less often
             verdict.examinations = 1 + max(v.examinations for v in expired)

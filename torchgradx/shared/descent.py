@@ -19,6 +19,7 @@ from torch import Tensor
 from ..extension import _C, Pass
 from ..gradients import by_sample, products
 from ..gradients.by_sample import Gradients
+from ..graph.compiled import COMPILED, ask_compiled
 from ..graph.layout import NOWHERE
 from ..graph.nodes import Node, dtype_of, shape_of
 from ..graph.unpacking import keep_handles
@@ -222,6 +223,8 @@ class Descent:
         """Ask a node below the frontier for a few samples at a time."""
         places = (leaf.place for leaf in station.leaves.values())
         most = max((self._tensors[place].numel() for place in places), default=1)
+        if node.name() == COMPILED:  # one sample at a time: no vmap
+            most = by_sample.GRADIENT_ELEMENTS
 
         def ask(*grads: Tensor) -> tuple[Tensor, ...]:
             by_output = dict(zip(live, grads, strict=True))
@@ -276,7 +279,7 @@ class Descent:
             return tuple(grads)
         self._recorder.asking = True
         try:
-            out = node(*grads)
+            out = ask_compiled(node, grads) if node.name() == COMPILED else node(*grads)
         finally:
             self._recorder.asking = False
         outs = out if isinstance(out, tuple) else (out,)
