@@ -173,7 +173,8 @@ class Descent:
             products.split_samples(masked, layout, self._run.n)[sample] = rows[sample]
             out = self._ask(node, [masked if k == station.output else None
                                    for k in range(len(incoming))])  # fmt: skip
-            yield [products.to_dense(out[operand])[None] for operand in operands]
+            # Copies: a CUDA graph of a compiled part writes into the same memory again.
+            yield [products.to_dense(out[operand])[None].clone() for operand in operands]
 
     def _send_zeros(self, station: Station, node: Node, incoming: Grads) -> None:
         """Send zeros: the batch is empty, or weights above are zeros."""
