@@ -124,7 +124,7 @@ class Watch {
 
   bool are_positions(const Tensor& t) const {
     if ((t.scalar_type() != at::kLong && t.scalar_type() != at::kInt) || !t.storage().resizable()) return false;
-    return t.dim() == 1 ? t.size(0) != n_ : t.dim() <= batch_dim_ || t.size(batch_dim_) % n_ != 0;
+    return t.dim() <= batch_dim_ || t.size(batch_dim_) != n_;
   }
   // From one sample to the next, in elements, if they are in this dimension, n*T+t.
   int64_t apart(const Tensor& t, int64_t dim) const {
