@@ -127,13 +127,13 @@ BETWEEN = {
 
 
 @extension
-@pytest.mark.parametrize("backend", BETWEEN)
-def test_what_is_compiled_between_layers_is_exact_or_refused(backend):
+@pytest.mark.parametrize("kind", BETWEEN)
+def test_what_is_compiled_between_layers_is_exact_or_refused(kind):
     own = {"l": nn.Linear(3, 3), "p": nn.Embedding(9, 3), "scale": torch.randn(3)}
-    model = Model(BETWEEN[backend], **own).double()
-    probe, compiled = torchgradx.attach(model), torch.compile(model, backend=backend.split()[-1])
+    model = Model(BETWEEN[kind], **own).double()
+    probe, compiled = torchgradx.attach(model), torch.compile(model, backend=kind.split()[-1])
     for n in (N, N, 6, 7):
-        if "mixing" not in backend:
+        if "mixing" not in kind:
             held_against_a_loop(model, probe, compiled, rows(n))
         else:
             square(compiled, rows(n)).backward()

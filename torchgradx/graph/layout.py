@@ -69,14 +69,14 @@ class Seeding:
         uses: Sequence[Watched],
         n: int,
         unspent: Callable[[], AbstractContextManager[None]],
-        compiled: bool = False,
     ) -> None:
-        """unspent: the context of each backward. compiled: compiled parts may run again."""
+        """unspent: the context of each backward."""
         self._heads, self._uses, self._n, self._unspent = heads, uses, n, unspent
         self._known = [k for k, use in enumerate(uses) if use.node is not None]
         self.nodes = nodes = nodes_in_order(t for t, _ in heads)
-        self._can_run = bool(heads) and not any(
-            is_python(node, compiled) or not can_run_twice(node) for node in nodes
+        self._can_run = bool(heads) and all(
+            can_run_twice(node) and (node.name() == COMPILED or not is_python(node))
+            for node in nodes
         )
         wanted = {uses[k].node for k in self._known}
         above: set[Any] = set()  # nodes that lead to a wanted node
@@ -316,11 +316,9 @@ def nodes_in_order(outputs: Iterable[Tensor]) -> list[Any]:
     return order[::-1]
 
 
-def is_python(node: Any, compiled: bool = False) -> bool:
-    """Return True if a node's backward is a user's Python, which may have side effects.
-    compiled: count the backward of a compiled part as safe."""
-    own = isinstance(node, torch.autograd.function.BackwardCFunction)
-    return own and node.name() != FLEX and not (compiled and node.name() == COMPILED)
+def is_python(node: Any) -> bool:
+    """Return True if a node's backward is a user's Python, which may have side effects."""
+    return node.name() != FLEX and isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def owners(

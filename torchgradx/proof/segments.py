@@ -310,7 +310,7 @@ class SegmentExaminer:
         ]  # fmt: skip
         keep_caches = self._audit.forwards.keep_caches
         seeded = [(t, rows.where(rows < run.n, -1)) for t, rows in heads]
-        findings = Seeding(seeded, watched, run.n + 1, keep_caches, not run.in_graph).prove()
+        findings = Seeding(seeded, watched, run.n + 1, keep_caches).prove()
         proven = []
         for k, (_, sizes, _, _) in enumerate(uses):
             layout = findings[k].layout if findings else None

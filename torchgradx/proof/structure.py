@@ -280,9 +280,7 @@ class Examiner:
         return findings, ambiguous
 
     def _seeding(self, exam: _Exam, heads: Heads) -> Seeding:
-        forward = exam.forward
-        compiled = not forward.run.in_graph
-        return Seeding(heads, exam.all_watched, forward.n, self._forwards.keep_caches, compiled)
+        return Seeding(heads, exam.all_watched, exam.forward.n, self._forwards.keep_caches)
 
     def _agrees(self, exam: _Exam, findings: Sequence[Finding]) -> bool | None:
         """Return False if findings put samples elsewhere than the model's arguments have them, or
@@ -355,8 +353,7 @@ class Examiner:
             return False
         by_owners = {SHARED: None, NOWHERE: None, TAKEN: BATCH}  # see Seeding: samples are BATCH
         expected = [by_owners.get(layout, layout) for layout in layouts]
-        keep, compiled = self._forwards.keep_caches, not forward.run.in_graph
-        return Seeding(heads, watched, forward.n, keep, compiled).confirms(expected)
+        return Seeding(heads, watched, forward.n, self._forwards.keep_caches).confirms(expected)
 
     def _heads(self, forward: Forward) -> tuple[Heads, Sequence[Heads]]:
         dims = {} if forward.inner else forward.trace.memory.dims
