@@ -103,16 +103,12 @@ def test_whatever_runs_between_leaves_the_record_as_it_is(name, options):
 def test_a_part_or_the_whole_of_an_attached_model_may_be_scored():
     body, (x, y) = classifier(), batch()
     whole = nn.Sequential(body, nn.Linear(C, C).double())
-    with torchgradx.attach(body) as probe:
-        loss = entropy(body, x, y)
-        grad_norms(whole, x, y)
-        loss.backward()
-        close(probe.norms(), norms_of(body, x, y))
-    with torchgradx.attach(whole) as probe:
-        loss = entropy(whole, x, y)
-        grad_norms(body, x, y)
-        loss.backward()
-        close(probe.norms(), norms_of(whole, x, y))
+    for attached, other in ((body, whole), (whole, body)):
+        with torchgradx.attach(attached) as probe:
+            loss = entropy(attached, x, y)
+            grad_norms(other, x, y)
+            loss.backward()
+            close(probe.norms(), norms_of(attached, x, y))
 
 
 def test_another_probe_is_still_refused_and_one_that_fails_gives_the_model_back():

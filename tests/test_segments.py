@@ -164,14 +164,18 @@ def test_samples_that_meet_are_refused_in_every_step(name, spoil, first):
     model = make().model().to(DOUBLE)
     with torchgradx.attach(model, sample_ids=ids_of) as probe:
         for meet in (first, not first, True, False):
-            case = make().draw(sizes, torch.Generator().manual_seed(2))
-            if meet:
-                spoil(case)
-            step(model, case)
-            if meet:
-                refusal(probe, "fed by several samples")
-            else:
-                assert (probe.norms() > 0).all()
+            step_where_samples_may_meet(probe, model, make(), sizes, spoil if meet else None)
+
+
+def step_where_samples_may_meet(probe, model, case, sizes, spoil):
+    case.draw(sizes, torch.Generator().manual_seed(2))
+    if spoil:
+        spoil(case)
+    step(model, case)
+    if spoil:
+        refusal(probe, "fed by several samples")
+    else:
+        assert (probe.norms() > 0).all()
 
 
 def test_rows_of_one_document_each_prove_nothing_of_rows_of_several():

@@ -5,9 +5,8 @@ import warnings
 import pytest
 import torch
 from attach_oracle import close_named
-from attach_steps import refusal
 from segment_models import CLASSES, SIZES, D, Graphs
-from test_segments import DOUBLE, joined, loop, norms_of, step
+from test_segments import DOUBLE, joined, loop, norms_of, step, step_where_samples_may_meet
 from torch import nn
 
 import torchgradx
@@ -76,12 +75,5 @@ def test_norms_are_those_of_single_graphs(name, pool, fused):
 def test_an_edge_between_two_graphs_is_refused_in_every_step(name):
     model = Net(name).to(DOUBLE)
     with torchgradx.attach(model, sample_ids=batch_of) as probe:
-        for meet in (False, True, True, False):
-            case = Batched().draw([4, 3, 5], torch.Generator().manual_seed(2))
-            if meet:
-                joined(case)
-            step(model, case)
-            if meet:
-                refusal(probe, "fed by several samples")
-            else:
-                assert (probe.norms() > 0).all()
+        for spoil in (None, joined, joined, None):
+            step_where_samples_may_meet(probe, model, Batched(), [4, 3, 5], spoil)

@@ -167,7 +167,7 @@ class Delivery:
         if layout >= SEGMENTS:
             samples, layout = run.segments[layout - SEGMENTS].owners, SEGMENTS
             if not all(g is None or row_dims(g, len(samples)) for g in grads):
-                raise RefusedError(cause("segments_kind", kind="module of outputs of other rows"))
+                raise RefusedError(cause("segments_kind", kind="module with outputs of other rows"))
         if layout == NOWHERE:
             if any(g is not None and bool(g.any()) for g in grads):
                 self._recorder.refuse(self._index, "no_output")
