@@ -45,6 +45,29 @@ def test_checkpointed_blocks_are_exact(name, reentrant, options):
     check(checkpointed(reentrant, BLOCKS[name]()), square, torch.randn(N, 3), **options)
 
 
+class Reversible(torch.autograd.Function):
+    """Its backward runs another one, which adds to `.grad` by itself."""
+
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.saved = x.detach(), block
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, block = ctx.saved[0].requires_grad_(), ctx.saved[1]
+        with torch.enable_grad():
+            block(x).backward(g)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("level", ["graph", "samples"])
+def test_a_block_whose_function_runs_a_backward_of_its_own(level):
+    model = Model(lambda m, x: m.out(Reversible.apply(m.into(x), m.block)),
+                  into=nn.Linear(3, 4), block=BLOCKS["others"](), out=nn.Linear(4, 2))  # fmt: skip
+    check(model, square, torch.randn(N, 3), check=level)
+
+
 @a_few_modes
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("outer", [False, True])

@@ -146,8 +146,11 @@ def meeting(way, frozen):
     return Model(forward, r=nn.Linear(3, 2), frozen=nn.Linear(3, 2).requires_grad_(False))
 
 
-def between(way):
-    return Model(lambda m, x: m.b(way(F.softplus(m.a(x)))), a=nn.Linear(4, 3), b=nn.Linear(3, 3))
+def between(way, hooked):
+    model = Model(lambda m, x: m.b(way(F.softplus(m.a(x)))), a=nn.Linear(4, 3), b=nn.Linear(3, 3))
+    if hooked:
+        model.b.register_full_backward_hook(lambda *_: None)
+    return model
 
 
 MODELS = {}
@@ -167,7 +170,9 @@ for name, (way, verdict) in MEETINGS.items():
         whose = "a frozen part" if frozen else "its detached"
         add(f"meets {whose}: {name}", verdict, partial(meeting, way, frozen), X3)
 for name, (way, verdict) in BETWEEN.items():
-    add(f"between: {name}", verdict, partial(between, way), X4)
+    for hooked in (False, True):
+        where = "below a hook" if hooked else "between"
+        add(f"{where}: {name}", verdict, partial(between, way, hooked), X4)
 add("ids: padded and cut", SILENT, lambda: Model(
     lambda m, ids: m.l(m.e(F.pad(ids, (0, 0, 1, -1)))).flatten(1), e=nn.Embedding(9, 3),
     l=nn.Linear(3, 2)), torch.randint(0, 9, (N, T)))  # fmt: skip
@@ -187,6 +192,11 @@ for again in (False, True):
         i=nn.Linear(3, 3), b=nn.Linear(3, 2)), X3)  # fmt: skip
     add(f"{where}: apart", EXACT, lambda again=again: Model(
         lambda m, x: no_proof(m.b, again)(m.i(x)), i=nn.Linear(3, 3), b=mlp()), X3)  # fmt: skip
+for beside in ("", " beside an actor"):  # which says nothing of the critics' order
+    add(f"as many critics as samples{beside}", EXACT, lambda beside=beside: Model(
+        lambda m, x: (m.critics @ x.T, m.actor(x) if beside else x), critics=torch.rand(N, 3),
+        actor=nn.Linear(3, 2)), X3, loss=lambda m, x: sum(
+            out.square().sum(d) for d, out in enumerate(m(x))).mean())  # fmt: skip
 LOSS_ALONE = {  # verdicts with the extension, and without
     "": (X3, EXACT, EXACT),
     "T = N": (torch.randn(N, N, 3), REFUSED, REFUSED),

@@ -3,7 +3,7 @@
 Here is each cause of a CoverageError, by its key. A recorder keeps `cause(key, ...)`, a string of
 the key and its fields; C++ writes the same (csrc/operators/text.h). `refused` makes the error: each
 cause once, with the parameters that it covers. The first words of each text are unique, so that a
-search finds them; docs/limits.md lists them. Wrong arguments raise where they are checked.
+search finds them; docs/errors.md lists them. Wrong arguments raise where they are checked.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ not_found: the {n} samples of the pass cannot be found in its output of shape {s
 unproven: no proof was found of where the {n} samples are in its output of shape {shape}
     > Pass layout={{"{name}": "batch"}} or "sequence" to attach ("*" in place of the name: for all)
 either: the model's outputs have two dimensions or more of size {n}, the number of samples
-    > Pass batch_dim= or layout={{"*": "batch"}} to attach
+    > Pass layout={{"*": "batch"}} to attach if they come first, or batch_dim=1, batch_size=
 batch_first: the {n} samples are not where its batch_first says, in its output of shape {shape}
     > Set batch_first, or transpose its input
 different_outputs: its outputs have the samples in different dimensions, or may have
@@ -183,7 +183,7 @@ tables_in_graph: a table that all samples share is not followed inside a full gr
 other_layers: its compiled graph calls other layers than the model does without the compiler
     > Compile it without fullgraph=True
 eager_failed: a call of the model without the compiler failed: {error}
-    > Make the model run without the compiler too
+    > Compile it without fullgraph=True, or make the model run without the compiler too
 graph_and_eager: same_samples() was given forwards of a whole compiled graph and others
     > Use one kind in all of them
 scale_in_graph: a loss_scale with arguments cannot be called within a compiled graph

@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from ..refusals import cause, refused_all
 from .compiled import COMPILED
+from .nodes import shape_of
 from .rows import SILENT, RowSummary, digits_of, halves, seeded_root
 from .unpacking import can_run_twice, has_checkpoints
 
@@ -32,12 +34,11 @@ from .unpacking import can_run_twice, has_checkpoints
 # samples each pass shows (heads.py).
 BATCH, SEQUENCE, SHARED, NOWHERE, SECOND, LAST, MINOR, TAKEN = range(8)
 SEGMENTS = 16  # layout 16 + k: the k-th owner vector of the pass (proof/segments.py)
-FLEX = "FlexAttentionAutogradOpBackward"
+FRAMEWORK = {"BackwardHookFunctionBackward", "FlexAttentionAutogradOpBackward"}  # torch's own
 # Outputs, each with the dimension of the samples, or with the sample of each leading row, -1: none.
 Heads = Sequence[tuple[Tensor, int | Tensor]]
 Summaries = dict[int, RowSummary]  # of one backward, by use
-# Error relative to a row's norm, where the order of a sum changes from run to run.
-LOOSE = 0.25
+LOOSE = 0.25  # error relative to a row's norm, where sums change their order from run to run
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Watched:
     second: bool = False  # SECOND is a possible layout: each sample has several columns
     samples: Tensor | None = None  # of each row, if packed: neither n*T+t nor t*N+n
     minor: bool = False  # MINOR is a possible layout
+
+    def hides(self, n: int) -> bool:
+        """Return True if its features may be the samples, so that rows seem to mix."""
+        return shape_of(self.node, self.output_nr).count(n) > list(self.leads).count(n)
 
 
 @dataclass(frozen=True)
@@ -318,7 +323,7 @@ def nodes_in_order(outputs: Iterable[Tensor]) -> list[Any]:
 
 def is_python(node: Any) -> bool:
     """Return True if a node's backward is a user's Python, which may have side effects."""
-    return node.name() != FLEX and isinstance(node, torch.autograd.function.BackwardCFunction)
+    return node.name() not in FRAMEWORK and isinstance(node, BackwardCFunction)
 
 
 def owners(

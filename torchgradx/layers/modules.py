@@ -85,18 +85,19 @@ def own_names(module: nn.Module) -> list[str]:
         return [name for name, _ in module.named_parameters(remove_duplicate=False)]
     children = [child for child in module.children() if not isinstance(child, CONTAINERS)]
     below = {id(p) for child in children for p in child.parameters()}
-    own = ((name, p) for name, p in module._parameters.items() if p is not None)
-    names = [name for name, p in own if id(p) not in below]
+    names = [name for name, p in module._parameters.items() if p is not None]
     for child_name, child in module.named_children():
         if isinstance(child, CONTAINERS):
             names += [f"{child_name}.{name}" for name in own_names(child)]
-    return names
+    return [name for name in names if id(parameter_of(module, name)) not in below]
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor | None:
     """Return a parameter by a name that `own_names` returns; None: it is gone."""
-    owner, _, key = name.rpartition(".")
-    return (module.get_submodule(owner) if owner else module)._parameters.get(key)
+    *path, key = name.split(".")
+    for part in path:  # no attribute: a part may have the name of a method
+        module = module._modules[part]  # type: ignore[assignment]
+    return module._parameters.get(key)
 
 
 def same_parameters(one: nn.Module, other: nn.Module, names: Iterable[str]) -> bool:

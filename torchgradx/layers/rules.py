@@ -126,13 +126,13 @@ def _describe_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> dict[str
     else:
         padded: Any = 0 if module.padding == "valid" else module.padding
         sides = [side for p in reversed(_each(padded, dims)) for side in (p, p)]
-    symmetric = zeros and sides[::2] == sides[1::2]
-    padding = sides[::-2] if symmetric else [0] * dims
+    padding = sides[-2::-2] if zeros else [0] * dims  # of two sides the smaller, as torch has it
+    uneven = [side - padding[-1 - k // 2] for k, side in enumerate(sides)]
     return {
         **_geometry(module, padding),
         "in_features": module.in_channels // module.groups * prod(module.kernel_size),
         "out_features": module.out_channels // module.groups,
-        "pre_pad": () if symmetric else tuple(sides),
+        "pre_pad": tuple(uneven) if any(uneven) else (),
         "pad_mode": "constant" if zeros else module.padding_mode,
     }
 

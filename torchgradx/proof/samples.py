@@ -241,12 +241,15 @@ def _pull_back(
     try:
         for table in tables:
             table.clear()
-        if not any(isinstance(node, Reentrant) for node in Graph(roots).parents):
-            return torch.autograd.grad(roots, live, seeds, allow_unused=True)
-        for p in live:  # a reentrant checkpoint allows backward() alone
+        for p in live:  # a Function that runs a backward of its own adds to it
             p.grad = None
-        torch.autograd.backward(roots, seeds)
-        return [p.grad for p in live]
+        found: Sequence[Tensor | None] = [None] * len(live)
+        if any(isinstance(node, Reentrant) for node in Graph(roots).parents):
+            torch.autograd.backward(roots, seeds)  # a reentrant checkpoint allows no other
+        else:
+            found = torch.autograd.grad(roots, live, seeds, allow_unused=True)
+        both = ([g for g in (p.grad, g) if g is not None] for p, g in zip(live, found, strict=True))
+        return [sum(parts[1:], parts[0]) if parts else None for parts in both]
     finally:
         for table, before in hooks:
             table.update(before)

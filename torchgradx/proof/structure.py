@@ -54,6 +54,7 @@ class _Exam:
     tables: set[int]  # uses whose inputs are constant
     is_constant: Callable[[Any, int], bool] | None  # of a node's output; None: nothing was watched
     region: Sequence[Watched] = ()  # outputs of nodes at which samples may enter above tables
+    contradicts: Callable[[Sequence[Finding]], bool] | None = None  # findings of these
     zeros: set[int] = field(default_factory=set)  # uses that received zeros only
     reached: set[Any] | None = None  # nodes that the proof's backwards run through, if they ran
 
@@ -99,7 +100,8 @@ class Examiner:
         if ambiguous and (plan or not {BATCH, SEQUENCE}.isdisjoint(layouts)):
             refusals.append((-1, cause("either", n=n)))
         tensors, zero_weights = self._parameters.tensors(), self.zero_weights(n)
-        dropped = n > 1 and bool(exam.zeros) and not zero_weights
+        silent = bool(exam.zeros) or (plan is not None and NOWHERE in plan.layouts)
+        dropped = n > 1 and silent and not zero_weights
         return Verdict(
             layouts,
             refusals,
@@ -120,7 +122,7 @@ class Examiner:
         dimension of the model's outputs as well.
         """
         start = self._lift.start(exam.forward, exam.tables, exam.is_constant)
-        exam.region = start.region.watched
+        exam.region, exam.contradicts = start.region.watched, start.region.contradicts
         proof, ambiguous = self._run_proof(exam)
         findings = proof or [Finding(None)] * len(exam.all_watched)
         found, exam.zeros = self._by_use(exam, findings)
@@ -257,7 +259,8 @@ class Examiner:
         if findings is not None and (others or unsure):
             agrees = self._agrees(exam, findings)
             if agrees is None:
-                ambiguous = unsure or any(seeding.differs(other, findings) for other in others)
+                differ = (seeding.differs(other, findings) for other in others)
+                ambiguous = unsure or (not self._options["batch_dim"] and any(differ))
             elif not agrees:
                 ambiguous = not any(isinstance(one.layout, str) for one in findings)
                 for other in others:
@@ -288,10 +291,13 @@ class Examiner:
         uses, memory = exam.forward.uses, exam.forward.trace.memory
         anchors, tables = memory.anchors(uses), memory.tables(uses)
         agreements = []
+        if exam.contradicts and exam.contradicts(findings[len(findings) - len(exam.region) :]):
+            return False
         for k, one in enumerate(self._by_use(exam, findings)[0]):
-            if isinstance(one.layout, str) and k not in tables:
-                return False
             site = uses[k][0]
+            mixes = isinstance(one.layout, str) and k not in tables
+            if mixes and (self._keeps_order(site) or not exam.watched[k].hides(exam.forward.n)):
+                return False
             fixed = self._sites[site].fixed or self._layers[site].inside
             is_anchor = k in anchors and (fixed or self._keeps_order(site))
             if is_anchor and one.sure and one.layout in (BATCH, SEQUENCE):
@@ -357,8 +363,7 @@ class Examiner:
 
     def _heads(self, forward: Forward) -> tuple[Heads, Sequence[Heads]]:
         dims = {} if forward.inner else forward.trace.memory.dims
-        taken, batch_dim = forward.taken, self._options["batch_dim"]
-        return heads_of(forward.heads, taken, forward.n, dims, batch_dim)
+        return heads_of(forward.heads, forward.taken, forward.n, dims, self._options["batch_dim"])
 
     def _watched(self, forward: Forward) -> tuple[list[Watched], list[tuple[int, End]]]:
         """Return the first output of each use, and the other outputs as (use, end)."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ..graph.layout import LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched
-from ..graph.nodes import Graph, Node, Shape, edges_among, is_leaf, name_of, shape_of
+from ..graph.layout import BATCH, LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched
+from ..graph.nodes import Edge, Graph, Node, Shape, edges_among, is_leaf, name_of, shape_of
 from ..graph.sizes import layout_of_node, layout_of_shape, leading_sizes, look_of
 from ..sharding import is_fsdp_node
 
@@ -142,6 +142,29 @@ class Region:
             if layouts[node] in (None, LAST) and finding.layout in (SECOND, MINOR):
                 layouts[node] = finding.layout
         return layouts
+
+    def contradicts(self, found: Sequence[Finding]) -> bool:
+        """Return True if samples would be in a dimension that something shared gives its size: the
+        rows of v @ x.T, where a parameter v has N rows."""
+        for node, layout in self.layouts(found, True).items() if self._is_constant else ():
+            shape = shape_of(node, 0)
+            dim = {BATCH: -len(shape), SEQUENCE: 1 - len(shape), LAST: -1}.get(layout or BATCH, 0)
+            shared = (k for k, (v, _) in enumerate(node.next_functions) if v and self.is_shared(v))
+            is_sized = layout is not None and dim < 0 and shape[dim] == self._n
+            if is_sized and any(_gives(node, k, dim) for k in shared):
+                return True
+        return False
+
+
+def _gives(node: Node, operand: int, dim: int) -> bool:
+    """Return True if a dimension (-1: the last) of a node's output is that of an operand."""
+    if node.name() in MATRIX_PRODUCTS:
+        return dim != (-1, -2)[operand]
+    edge: Edge = node.next_functions[operand]
+    while edge[0] and edge[0].name() == "ExpandBackward0":
+        edge = edge[0].next_functions[0]
+    shape = shape_of(*edge) if edge[0] else ()
+    return len(shape) >= -dim and shape[dim] == shape_of(node, 0)[dim]
 
 
 def plan_lift(
