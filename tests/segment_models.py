@@ -264,13 +264,14 @@ class Experts(nn.Module):
         f = h.flatten(0, 1)
         weight, top = self.router(f).softmax(-1).topk(2, -1)
         y, q = torch.zeros_like(f), f.new_zeros(2 * len(f), 8)
-        for k, expert in enumerate(self.experts):
+        more = [self.experts[0]] * (self.way == "by choice")  # with no rows
+        for k, expert in enumerate([*self.experts, *more]):
             rows, slot = (top == k).nonzero(as_tuple=True)
             if self.way == "heads" and len(rows):
                 q = q.index_add(0, 2 * rows + slot, expert(f[rows]))
             if self.way in ("index_add", "positions") and len(rows):
                 y = y.index_add(0, rows, expert(f[rows]) * weight[rows, slot, None])
-            elif self.way == "by choice" and len(rows):
+            elif self.way == "by choice":
                 slot, rows = (top == k).T.nonzero(as_tuple=True)  # first choices first
                 part = expert(f[None, rows].flatten(0, 1))
                 y = y.index_add(0, rows, part * weight[rows, slot, None])

@@ -196,7 +196,7 @@ class _Walk:
             if elementwise:
                 padded = [1] * (len(made) - len(shape)) + padded
             dims = _dims(made, length)
-            if length == 1 or (length in _counts(padded) and padded[:dims] == list(made[:dims])):
+            if length < 2 or (length in _counts(padded) and padded[:dims] == list(made[:dims])):
                 yield out
             elif elementwise and dims >= 0 and len(padded) == len(made):
                 yield self._reduce(out, made[:dims], padded)

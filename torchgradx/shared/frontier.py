@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ..gradients.products import is_elementwise
 from ..graph.layout import BATCH, LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched
-from ..graph.nodes import Edge, Graph, Node, Shape, edges_among, is_leaf, name_of, shape_of
+from ..graph.nodes import VIEWS, Graph, Node, Shape, edges_among, is_leaf, name_of, shape_of
 from ..graph.sizes import layout_of_node, layout_of_shape, leading_sizes, look_of
 from ..sharding import is_fsdp_node
 
@@ -157,14 +158,18 @@ class Region:
 
 
 def _gives(node: Node, operand: int, dim: int) -> bool:
-    """Return True if a dimension (-1: the last) of a node's output is that of an operand."""
-    if node.name() in MATRIX_PRODUCTS:
-        return dim != (-1, -2)[operand]
-    edge: Edge = node.next_functions[operand]
-    while edge[0] and edge[0].name() == "ExpandBackward0":
-        edge = edge[0].next_functions[0]
-    shape = shape_of(*edge) if edge[0] else ()
-    return len(shape) >= -dim and shape[dim] == shape_of(node, 0)[dim]
+    """Return True if a parameter gives a dimension (-1: the last) of a node's output its size."""
+    child, number = node.next_functions[operand]
+    while child and child.name() == "ExpandBackward0":
+        child, number = child.next_functions[0]
+    shape = shape_of(child, number) if child else ()
+    if len(shape) < -dim or shape[dim] != shape_of(node, 0)[dim]:
+        return False
+    if dim == (-1, -2)[operand] if node.name() in MATRIX_PRODUCTS else not is_elementwise(node):
+        return False
+    while child and not is_leaf(child) and child.name() in VIEWS - {"ExpandBackward0"}:
+        child = child.next_functions[0][0]
+    return child is not None and is_leaf(child)
 
 
 def plan_lift(
