@@ -96,6 +96,27 @@ def test_a_call_and_a_functional_use_have_cross_terms(name, options):
     check(model, square, x, **options)
 
 
+@each_of([{}, {"clip": True}, {"weight_grad": False}])
+def test_a_parameter_of_a_module_that_does_not_use_it(options):
+    model = Model(lambda m, x: m.s(x) / m.s.w * (m.l(x) @ m.s.w)[..., None], l=linear(),
+                  s=Model(lambda s, x: x * 1.0, w=torch.rand(D) + 1))  # fmt: skip
+    check(model, square, rows(), **options)
+
+
+def test_parts_may_have_names_of_methods_and_parameters_of_others():
+    a, b = linear(), linear()
+    model = Model(lambda m, x: m.b(m.a(x).tanh()) * m._modules["modules"][0], a=a, b=b,
+                  parameters=nn.ParameterList([*a.parameters()]),
+                  modules=nn.ParameterList([torch.rand(D)]))  # fmt: skip
+    exact_steps(model.double(), rows().double())
+
+
+def test_a_gate_that_is_shut_in_the_first_batch():
+    gate = Model(lambda m, x: torch.relu(F.linear(x, m.w) - 2), w=torch.ones(1, D))
+    model = Model(lambda m, x: m.l(x) * (1 + m.gate(x)), l=linear(), gate=gate).double()
+    exact_steps(model, rows().double() / 99, rows().double() + 1, rows().double() + 1)
+
+
 @models
 @pytest.mark.parametrize("options", [NATIVE, NATIVE | {"fused": False}], ids=title)
 def test_clipping_and_products_with_directions(name, options):

@@ -35,6 +35,7 @@ KERNEL_LAYERS = {
         (N, 2, 9)),
     "conv1d depthwise": (lambda: nn.Conv1d(4, 4, 3, groups=4), (N, 4, 8)),
     "conv1d same": (lambda: nn.Conv1d(2, 3, 3, padding="same", dilation=2), (N, 2, 8)),
+    "conv1d same, long": (lambda: nn.Conv1d(9, 64, 64, padding="same"), (N, 9, 32)),
     "conv2d": (conv(2, 3, 3), (N, 2, 6, 7)),
     "conv2d without bias": (conv(2, 3, 3, bias=False), (N, 2, 6, 7)),
     "conv2d 1x1": (conv(3, 4, 1), (N, 3, 5, 4)),

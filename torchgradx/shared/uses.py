@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..extension import NATIVE
+from ..graph.layout import is_python
 from ..graph.nodes import Graph, Node
 from ..layers.rules import Layer
 from ..sites.native import NativeSite
@@ -80,7 +81,9 @@ class Uses:
     def find_reads(self, graph: Graph, called: set[int], beside: Sequence[int]) -> list[int]:
         """Return the uses -1 - p: parameters that are read beside the calls of their modules.
         graph, called: from prune_graph()."""
-        used = {place for site, *_ in self._uses for place in self._layers[site].parameters}
+        may_run_again = any(map(is_python, graph.parents))  # what left no node, in a checkpoint
+        used = {place for site, _, node, _ in self._uses if node is not None or may_run_again
+                for place in self._layers[site].parameters}  # fmt: skip
         served = {place for k in beside for place in self.places(k)}
         reads = [-1 - place for place in sorted((self._all_places - used | called) - served)]
         return [k for k in reads if self.own(k, graph)]
