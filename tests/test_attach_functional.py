@@ -14,7 +14,7 @@ from attach_modes import (
     title,
 )
 from attach_oracle import check, close, loop, loop_model
-from attach_steps import exact_or_refused, exact_steps, refused
+from attach_steps import exact_or_refused, exact_step, exact_steps, refused
 from clip_oracle import check_clip
 from torch import nn
 from torch.func import functional_call
@@ -109,6 +109,16 @@ def test_parts_may_have_names_of_methods_and_parameters_of_others():
                   parameters=nn.ParameterList([*a.parameters()]),
                   modules=nn.ParameterList([torch.rand(D)]))  # fmt: skip
     exact_steps(model.double(), rows().double())
+
+
+@each_of([{}, {"clip": True}, {"weight_grad": False}])
+def test_in_later_steps_a_parameter_of_no_called_module_is_all_that_trains(options):
+    model = Model(lambda m, x: x @ m.l.weight.T * m.w, l=linear(), w=torch.rand(D)).double()
+    with torchgradx.attach(model, **options) as probe:
+        for name in ("w", "l.weight", "l.weight"):
+            for key, p in model.named_parameters():
+                p.requires_grad_(key == name)
+            exact_step(probe, model, rows().double())
 
 
 def test_a_gate_that_is_shut_in_the_first_batch():

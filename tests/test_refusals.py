@@ -233,7 +233,6 @@ PROVOKED = {
     "one_number": (linears(its_loss, idle=torch.randn(3)), used_later, {}),
     "algorithm": (lambda: nn.Linear(3, 2), step(N, 4, 3), {"algorithm": "rank1"}),
     "no_batch_size": (linears(lambda m: m.a(torch.ones(N, 3))), step(), {}),
-    "no_use": (linears(lambda m, x: x @ m.a.weight.T), step(N, 3), {}),
     "no_kernel": (linears(lambda m, x: m.a(x) * m.w, w=torch.randn(3)), step(N, 3),
                   {"backend": "native"}),
     "not_its_sum": (linears(doubled), step(N, 3), {}),

@@ -292,7 +292,7 @@ class Attachment:
         if whole and run and verdicts is None and not self._segments.applies(self._local.ids):
             recalled = self._audit.recall(run, key, trace, found)
         uses = [] if run is None or recalled else [*self._local.inner, *run.uses()]
-        outputs = found if uses else []
+        outputs = found if run else []
         self._recorder.pop()
         self._local.calls.pop()
         inner = run and self._recorder.depth() and self._recorder.current() is run
@@ -311,11 +311,13 @@ class Attachment:
         self._examine(forward, key, recalled, arguments, out)
         if verdicts is None and not run.in_graph:
             self._samples.listen(run, (key[0], *key[2:]), module, arguments, out)
-        if not uses and not recalled and not run.refusals:
-            self._record.fates.add("no_use")
-        elif not uses and not recalled:  # no use will announce its backward
+        if not uses and not recalled:  # no use will announce its backward
+
+            def arrive(_: Any) -> None:
+                run.arrive(run.trainable, True)
+
             for node in _nodes_of(out):
-                node.register_prehook(lambda _: run.arrive(run.trainable, True) and None)
+                node.register_prehook(arrive)
 
     def _examine(
         self, forward: Forward, key: Any, recalled: Any, arguments: tuple[Any, Any], out: Any

@@ -23,8 +23,6 @@ frozen: no parameter of the model requires a gradient, so nothing is recorded
     > Call requires_grad_() on what is to be trained
 backward_failed: the backward of the recorded forward raised an exception, so nothing is recorded
     > Run forward and backward again
-no_use: the forward called no module that owns parameters, so nothing is recorded
-    > Call at least one of its modules: an output alone does not show where the samples are
 no_backward: no backward has reached the recorded forward, so nothing is recorded
     > Call loss.backward() on a loss of its outputs, then read. torch.autograd.grad does not count
 called_directly: only model.forward or submodules were called, so nothing is recorded
