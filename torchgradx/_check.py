@@ -46,8 +46,7 @@ def _operand(name: str, value: Any) -> Tensor:
         raise TypeError(
             f"{name} must be float16, bfloat16, float32 or float64; got {value.dtype}: convert it"
         )
-    detached: Tensor = value.detach() if value.requires_grad else value
-    return detached
+    return value.detach() if value.requires_grad else value
 
 
 def _same_device(first_name: str, first: Tensor, name: str, value: Tensor) -> None:
@@ -132,13 +131,12 @@ def scale(value: Tensor | None, operand: Tensor, operand_name: str) -> Tensor | 
 def _integers(name: str, value: Any, least: int) -> Pair:
     """Return a pair, for an int or a pair of them."""
     pair = (value, value) if type(value) is int else value
-    if not isinstance(pair, (tuple, list)):
-        raise TypeError(f"{name} must be an int or a pair of ints; got {_seen(value)}")
-    if len(pair) != 2:
+    is_sequence = isinstance(pair, (tuple, list))
+    if is_sequence and len(pair) != 2:
         raise ValueError(f"{name} must be an int or a pair of ints; got {_seen(value)}")
-    first, second = pair
-    if type(first) is not int or type(second) is not int:
+    if not is_sequence or type(pair[0]) is not int or type(pair[1]) is not int:
         raise TypeError(f"{name} must be an int or a pair of ints; got {_seen(value)}")
+    first, second = pair
     if not (least <= first <= LARGEST and least <= second <= LARGEST):
         raise ValueError(f"{name} must be from {least} to {LARGEST}; got {_seen(value)}")
     return first, second
@@ -220,8 +218,7 @@ def algorithm(operand: Tensor, t: int, i: int, o: int, groups: int, forced: str 
         raise TypeError(f"algorithm must be a str or None; got {_seen(forced)}")
     layer: Any = "linear" if operand.dim() == 3 else "conv2d"
     device = gpu_of(operand.device) if operand.is_cuda else None
-    n, itemsize = operand.shape[0], operand.itemsize
-    problem = Problem(layer, n, t, i, o, groups, itemsize, device=device)
+    problem = Problem(layer, operand.shape[0], t, i, o, groups, operand.itemsize, device=device)
     # Dynamo warns of caches, and has no need of them.
     choose = make_plan if torch.compiler.is_compiling() else plan
     return choose(problem, forced).algorithm

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from .layers.rules import Layer, rule_named
-
-if TYPE_CHECKING:
-    from .layers.table import Parameters
+from .layers.table import Parameters
 
 AGAIN = "run again by vmap or a replay"
 
@@ -37,8 +34,8 @@ def explanation(
             continue  # a part that its module did not call; or its weights follow
         names = [parameters.names[place] for place in layer.parameters if place in trainable]
         part = f", {layer.role}" if layer.role else ""
-        title = f"{layer.name or '(root)'}: {layer.type_name}{part}"
-        title = f"{title}  [{', '.join(names) or 'frozen'}]"
+        used = ", ".join(names) or "frozen"
+        title = f"{layer.name or '(root)'}: {layer.type_name}{part}  [{used}]"
         if not names:
             words["frozen"] += 1
             lines.append(title)

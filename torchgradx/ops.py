@@ -84,8 +84,8 @@ prelu_sq_norms = _operator("prelu_sq_norms", fakes.prelu_sq_norms)
 prelu_fused = _operator("prelu_fused", fakes.prelu_fused)
 moments = _operator("moments", fakes.moments)
 turned = _operator("turned", fakes.turned)
-gather_sq_norms = _operator("gather_sq_norms", fakes.gather_sq_norms)
-gather_dots = _operator("gather_dots", fakes.gather_dots)
+gather_sq_norms = _operator("gather_sq_norms", fakes.gathered)
+gather_dots = _operator("gather_dots", fakes.gathered)
 
 _LINEAR = {"rank1": rank1_sq_norms, "gram": gram_sq_norms, "direct": direct_sq_norms}
 _CONV2D: dict[str, Operator] = {
@@ -128,8 +128,7 @@ def linear_sq_norms(
     """
     a, b = _check.linear_operands(activations, grad_output)
     chosen = _check.algorithm(a, a.shape[1], a.shape[2], b.shape[2], 1, algorithm)
-    sq_norms: Tensor = _LINEAR[chosen](a, b, False)
-    return sq_norms.squeeze(0)
+    return _LINEAR[chosen](a, b, False).squeeze(0)
 
 
 def linear_weight_grad(
@@ -213,8 +212,7 @@ def conv2d_sq_norms(
     t = b.shape[2] * b.shape[3]
     i = x.shape[1] // groups * kernel_height * kernel_width
     chosen = _check.algorithm(x, t, i, b.shape[1] // groups, groups, algorithm)
-    sq_norms: Tensor = _CONV2D[chosen](x, b, *geometry, False)
-    return sq_norms.squeeze(0)
+    return _CONV2D[chosen](x, b, *geometry, False).squeeze(0)
 
 
 def conv2d_weight_grad(
@@ -297,5 +295,4 @@ def embedding_sq_norms(
         IndexError: an id is negative. On CUDA, where nothing waits, that sample's norm is NaN.
     """
     ids, rows = _check.embedding_operands(indices, grad_output, padding_idx)
-    sq_norms: Tensor = gather_sq_norms(ids, rows, padding_idx)
-    return sq_norms
+    return gather_sq_norms(ids, rows, padding_idx)

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from .errors import CoverageError, VerificationError
 from .graph.arguments import tensors_in
 from .options import takes_call
 from .scoring import Loss, arguments_of, call, norms_alone, one_sample
-
-DROPOUT = nn.modules.dropout._DropoutNd
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,7 +127,7 @@ def _tolerance(model: nn.Module) -> float:
 def _random(model: nn.Module) -> str:
     """Name the modules that draw random numbers as they are."""
     modules = model.named_modules()
-    named = [name for name, m in modules if m.training and isinstance(m, DROPOUT) and m.p > 0]
+    named = [name for name, m in modules if m.training and isinstance(m, _DropoutNd) and m.p > 0]
     more = ", ..." if len(named) > 5 else ""
     return f" Dropout is on in {', '.join(named[:5])}{more}: say model.eval()." if named else ""
 

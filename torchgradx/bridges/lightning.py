@@ -61,17 +61,13 @@ class GradNorms(StepNorms, Callback):
 
     def _model(self, trainer: Trainer, task: LightningModule) -> nn.Module:
         if self._module is not None:
-            found: nn.Module = task.get_submodule(self._module)
-            return found
+            return task.get_submodule(self._module)
         owners = [child for child in task.children() if any(True for _ in child.parameters())]
         bare = not any(True for _ in task.parameters(recurse=False))
         if bare and len(owners) == 1:
             return owners[0]
         if not bare or not task.automatic_optimization:
             return task
-        return self._whole_step(trainer, task)
-
-    def _whole_step(self, trainer: Trainer, task: LightningModule) -> nn.Module:
         step = trainer.strategy.training_step = _Step(task, trainer.strategy.training_step)
         self._undo.callback(delattr, trainer.strategy, "training_step")
         self._whole = True

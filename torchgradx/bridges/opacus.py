@@ -8,6 +8,7 @@ layer that it can form gradients of.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -31,14 +32,12 @@ Sampler = Callable[[Any, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
 
 
 def linear(layer: nn.Linear, inputs: list[Tensor], g: Tensor) -> Found:
-    x = inputs[0].to(g.dtype)
-    return lambda: ops.linear_sq_norms(x, g), g.unsqueeze(1).flatten(1, -2)
+    return lambda: ops.linear_sq_norms(inputs[0].to(g.dtype), g), g.unsqueeze(1).flatten(1, -2)
 
 
 def convolution(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, inputs: list[Tensor], g: Tensor) -> Found:
     kind = next(kind for kind in type(layer).__mro__ if kind in RULES)  # fully_shard makes another
     form = RULES[kind].describe(layer)
-
     deep = form["depth"] or (1, 1, 0, 1)
     names = ("stride", "padding", "dilation")
     sizes = [(size, *form[name])[2 - g.dim() :] for size, name in zip(deep[1:], names, strict=True)]
@@ -120,7 +119,7 @@ SAMPLERS: dict[type[nn.Module], Sampler] = {
 }
 
 
-class Registration:
+class Registration(AbstractContextManager["Registration"]):
     """Handle of `register`: `remove()`, or the end of a `with`, leaves Opacus as it was."""
 
     def __init__(self, table: dict[Any, Any]) -> None:
@@ -133,9 +132,6 @@ class Registration:
                 del self._table[kind]
                 if kind in self._before:
                     self._table[kind] = self._before[kind]
-
-    def __enter__(self) -> Registration:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.remove()

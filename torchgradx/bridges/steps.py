@@ -70,7 +70,6 @@ class StepNorms:
         """Return the statistics to log of a step whose losses were multiplied by `scale`."""
         assert self.probe is not None
         shares = self.probe.norms()
-        assert isinstance(shares, Tensor)
         factor = len(shares) / scale
         norms = shares * factor
         logged = {f"{self._prefix}/{name}": of(norms) for name, of in STATISTICS.items()}

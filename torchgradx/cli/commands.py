@@ -53,7 +53,6 @@ Compare the norms of a model, on a few samples, with a loop over single samples.
   torchgradx verify --model nets.py:make --data data.py:pool --samples 8
 """
 
-
 QUANTILES = {"least": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "99%": 0.99, "most": 1.0}
 TOP = 10
 
@@ -137,9 +136,6 @@ def _verify_options(command: argparse.ArgumentParser) -> None:
     add("--checkpoint", metavar="FILE", help="a state_dict to load")
     add("--samples", type=int, default=8, help="the first so many are compared")
     add("--rtol", type=float, help="the largest error allowed; unless given, by dtype")
-
-
-# The commands
 
 
 def _info(_: argparse.Namespace) -> int:
@@ -235,9 +231,6 @@ def summary(scores: Mapping[str, NDArray[Any]]) -> str:
     lines.append(f"{'smallest' if small else 'largest'} {name}, by index:")
     lines += [f"  {index:>9,}  {column[index]:.4g}" for index in order[:TOP]]
     return "\n".join(lines)
-
-
-# What arguments become
 
 
 def _or_usage_error(what: str, call: Any, *args: Any, **kwargs: Any) -> Any:

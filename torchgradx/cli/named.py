@@ -85,8 +85,7 @@ def dataset(spec: str) -> Any:
 
 def loss(spec: str) -> Callable[[Any, Any], torch.Tensor]:
     if spec in LOSSES:
-        known: Callable[[Any, Any], torch.Tensor] = getattr(nn.functional, spec)
-        return known
+        return getattr(nn.functional, spec)
     if ":" not in spec:
         raise UsageError(f"--loss: expected {', '.join(LOSSES)}, or module:function; got {spec!r}")
     target = found("--loss", spec)

@@ -151,8 +151,7 @@ class NoiseScale:
             found = source.norms(self.per)
             groups = {MODEL: found} if isinstance(found, Tensor) else found
             self._names = list(groups)
-            here, sharded = self._sq_grads(source.gradients(self.per))
-            return weights, groups, here, sharded
+            return weights, groups, *self._sq_grads(source.gradients(self.per))
         norms = norms_of(source)
         if self.per != "model":
             raise TypeError(f"norms must be a probe, of which per={self.per!r} can be read")
@@ -191,8 +190,6 @@ class NoiseScale:
         for (sharded, k, _), norm in zip(found, norms.double().cpu(), strict=True):
             sums[sharded, k] += norm.square()
         return sums[0], sums[1]
-
-    # What is known
 
     @property
     def warming_up(self) -> bool:
@@ -281,8 +278,6 @@ class NoiseScale:
     def __repr__(self) -> str:
         warming = ", warming up" if self.warming_up else ""
         return f"NoiseScale(noise_scale={self.noise_scale}, steps={self.steps}{warming})"
-
-    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         return {

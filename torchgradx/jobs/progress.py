@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 @contextlib.contextmanager
 def progress(total: int, done: int, shows: bool) -> Iterator[Callable[[int], object]]:
     """Yield a function that takes the number of samples scored since its last call."""
-    try:
+    tqdm = None
+    with contextlib.suppress(ImportError):
         tqdm = importlib.import_module("tqdm").tqdm if shows else None
-    except ImportError:
-        tqdm = None
     if tqdm is None:
         yield lambda count: None
         return

@@ -89,7 +89,6 @@ class ImportanceSampler(Sampler[int]):
         self.smoothing = smoothing
         self._norms = torch.full((self.size,), torch.nan, dtype=torch.float64)
         self._generator = torch.Generator().manual_seed(seed)
-        self._updated = 0  # by update(), of this iteration
         self._resumed: int | None = None  # draws of this iteration that a restored state has seen
         self._begin()
 
@@ -111,7 +110,7 @@ class ImportanceSampler(Sampler[int]):
 
     def _begin(self) -> None:
         self._start = self._generator.get_state()
-        self._updated = 0
+        self._updated = 0  # by update(), of this iteration
         known = self._norms.isfinite()
         mean = self._norms[known].mean() if known.any() else torch.ones((), dtype=torch.float64)
         norms = torch.where(known, self._norms, mean)
@@ -154,8 +153,6 @@ class ImportanceSampler(Sampler[int]):
         for place, value in zip(where[good].tolist(), values[good].tolist(), strict=True):
             self._norms[place] = value  # in order, which an indexed assignment does not promise
         self._updated += len(where)
-
-    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Restored, the iteration goes on after the samples that `update` was called with."""

@@ -177,7 +177,9 @@ def score(
         kinds = [kind] if isinstance(kind, str) else list(kind)
         _check(kinds, per, loss_fn, top_classes, options)
         pool = Pool(loader)
-        wanted = _wanted(indices, len(pool))
+        wanted = np.full(len(pool), indices is None)
+        if indices is not None:
+            wanted[indices_of(indices, len(pool))] = True
         path = None if out is None else checked_path(out)
         facts: dict[str, Any] = {
             "dataset": fingerprint.of_dataset(pool),
@@ -196,9 +198,8 @@ def score(
             )
     quantity = Quantities(kinds, per, loss_fn, loss_reduction, logits, top_classes, options)
     shows = progress and ranks.rank == 0
-    partial = path and ranks.beside(path)
-    rest = shows, partial, facts, resume
-    job = Job(pool, quantity, wanted, ranks, options, split, eval_mode, *rest)
+    kept = path and ranks.beside(path)
+    job = Job(pool, quantity, wanted, ranks, options, split, eval_mode, shows, kept, facts, resume)
     try:
         with ranks.together(), random_state_kept(pool.generators()):
             if path is not None:
@@ -254,11 +255,3 @@ def _check(
         raise ValueError("score leaves .grad as it is: weight_grad=True cannot be had")
     if options.get("sample_ids") is not None and "loss" in kinds and loss_fn is None:
         raise ValueError('kind="loss" needs a loss_fn with sample_ids: .loss is of the batch')
-
-
-def _wanted(indices: Any, size: int) -> NDArray[np.bool_]:
-    if indices is None:
-        return np.ones(size, bool)
-    wanted = np.zeros(size, bool)
-    wanted[indices_of(indices, size)] = True
-    return wanted

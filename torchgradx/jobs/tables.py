@@ -36,27 +36,23 @@ def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "no
     if len(lengths) > 1:
         raise ValueError(f"scores must be of one length; got {sorted(lengths)}")
     index = {} if "item" in columns else {"index": np.arange(max(lengths, default=0))}
+    indexed = {**index, **columns}
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with beside.open("wb") as file:
             if path.suffix == ".npz":
                 np.savez(file, **columns)  # type: ignore[arg-type]
             elif path.suffix == ".parquet":
-                table = _pyarrow("pyarrow").table({**index, **columns})
-                _pyarrow("pyarrow.parquet").write_table(table, file)
+                _pyarrow("pyarrow.parquet").write_table(_pyarrow("pyarrow").table(indexed), file)
         if path.suffix == ".csv":
-            _write_csv(beside, {**index, **columns})
+            with beside.open("w", newline="") as text:
+                writer = csv.writer(text, lineterminator="\n")
+                writer.writerow(indexed)
+                # str of a numpy number: as few digits as tell it from its neighbours
+                writer.writerows(map(str, row) for row in zip(*indexed.values(), strict=True))
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def _write_csv(path: Path, columns: Mapping[str, NDArray[Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        # str of a numpy number: as few digits as tell it from its neighbours
-        writer.writerows(map(str, row) for row in zip(*columns.values(), strict=True))
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:

@@ -110,17 +110,18 @@ class OutlierWatch:
             latest = np.append(self._latest.get(name, ()), values[np.isfinite(values)])
             self._latest[name] = latest[-self.window :]
             flagged += found
+            tag = f"{self.tag}/{name}" if name else self.tag
             if len(values):
-                scalars[f"{self._tag(name)}/mean"] = float(values.mean())
-                scalars[f"{self._tag(name)}/max"] = float(values.max())
+                scalars[f"{tag}/mean"] = float(values.mean())
+                scalars[f"{tag}/max"] = float(values.max())
             if not math.isnan(threshold):
-                scalars[f"{self._tag(name)}/threshold"] = threshold
-            scalars[f"{self._tag(name)}/outliers"] = float(len(found))
+                scalars[f"{tag}/threshold"] = threshold
+            scalars[f"{tag}/outliers"] = float(len(found))
         if callable(self.writer):
             self.writer(scalars, step)
         elif self.writer is not None:
-            for tag, value in scalars.items():
-                self.writer.add_scalar(tag, value, step)
+            for tagged, value in scalars.items():
+                self.writer.add_scalar(tagged, value, step)
         self.outliers.extend(flagged)
         self.steps += 1
         return flagged
@@ -138,14 +139,9 @@ class OutlierWatch:
             return math.nan
         return float(self.factor * np.quantile(latest, self.quantile))
 
-    def _tag(self, name: str) -> str:
-        return f"{self.tag}/{name}" if name else self.tag
-
     def __repr__(self) -> str:
         found = len(self.outliers)
         return f"OutlierWatch(steps={self.steps}, threshold={self.threshold}, outliers={found})"
-
-    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         return {

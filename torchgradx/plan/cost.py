@@ -51,7 +51,6 @@ RATES: dict[str, dict[str, Rates]] = {
     },
 }
 
-
 # A call of an operator, whatever it does: 3 us for linear_fused against 8 for rank1, mm and sum.
 CALL_SECONDS = 2.5e-6
 
@@ -157,12 +156,11 @@ class AlgorithmPlan:
         times = {self.algorithm: self.seconds, **self.alternatives}
         for name, seconds in times.items():
             cost = cost_of(p, name)
-            mark = "<- chosen" if name == self.algorithm else ""
-            line = (
+            mark = "  <- chosen" if name == self.algorithm else ""
+            lines.append(
                 f"  {name:<7}{cost.flop / 1e6:>12.2f} MFLOP{cost.bytes / 1e6:>10.2f} MB"
-                f"{seconds * 1e6:>12.1f} us  {mark}"
+                f"{seconds * 1e6:>12.1f} us{mark}"
             )
-            lines.append(line.rstrip())
         lines += [f"  {name:<7} refused: {why}" for name, why in self.refused.items()]
         return "\n".join(lines)
 

@@ -130,8 +130,6 @@ TILE = {2: (128, 192), 4: (128, 128), 8: (64, 64)}  # of the gradient: outputs, 
 
 
 # Functions rather than methods of Gpu: Dynamo calls none on an object that a traced function made.
-
-
 def products(gpu: Gpu, itemsize: int) -> float:
     """FLOP a second of one multiprocessor in products of operands of so many bytes"""
     if itemsize == 2:
@@ -139,11 +137,6 @@ def products(gpu: Gpu, itemsize: int) -> float:
     if itemsize == 8:
         return gpu.clock * gpu.rates.double
     return gpu.clock * (gpu.rates.tf32 if gpu.tf32 else gpu.rates.single)
-
-
-def _sums(gpu: Gpu, itemsize: int) -> float:
-    """Return the time of the cores that square and add what products have accumulated"""
-    return gpu.clock * (gpu.rates.double if itemsize == 8 else gpu.rates.single)
 
 
 def _up(count: int, step: int) -> int:
@@ -167,7 +160,8 @@ def _reached(p: Problem, gpu: Gpu, by: str) -> float:
 
 def _tiles(p: Problem, gpu: Gpu, by: str, tiles: int, flop: int, ends: int) -> float:
     """`tiles`, each of `flop` in products and `ends` afterwards, shared among multiprocessors"""
-    one = flop / _reached(p, gpu, by) + ends / _sums(gpu, p.itemsize)
+    cores = gpu.rates.double if p.itemsize == 8 else gpu.rates.single  # that square and add
+    one = flop / _reached(p, gpu, by) + ends / (gpu.clock * cores)
     return max(_up(tiles, gpu.multiprocessors) / gpu.multiprocessors * one, _moved(p, gpu))
 
 
@@ -223,7 +217,7 @@ def _sm90(p: Problem, gpu: Gpu, with_gradient: bool) -> float:
     return items * (_up(p.t, 16) // 16 * wide * 1.45 + end) / gpu.clock + fixed
 
 
-def _gradient(p: Problem, gpu: Gpu, ends: int) -> float:
+def _gradient(p: Problem, gpu: Gpu, ends: int = 2) -> float:
     """Tiles of every sample's gradient, and `ends` FLOP for each element"""
     if _by_planes(p):
         return _moved(p, gpu) + 2 * LAUNCH
@@ -252,9 +246,6 @@ def seconds_on_gpu(p: Problem, algorithm: str) -> float:
     assert gpu is not None
     if algorithm == "fused":
         return _fused(p, gpu)
-    if algorithm == "direct":
-        norms = _gradient(p, gpu, 2)
-    else:
-        norms = {"rank1": _rank1, "gram": _gram}[algorithm](p, gpu)
+    norms = {"rank1": _rank1, "gram": _gram, "direct": _gradient}[algorithm](p, gpu)
     beside = _weight_grad(p, gpu) + LAUNCH  # its bias is a kernel more
     return norms + beside if p.weight_grad else norms

@@ -149,8 +149,7 @@ class ClipTape:
         used = {place for _, _, places in self._uses for place in places}
         self._idle = {place for place in self._maybe_idle(used) if _is_idle(place, runs)}
         used -= self._idle
-        stale = (k for k in used if tensors[k]._version != self._versions[k])
-        self._refuse("clip_weights", stale)
+        self._refuse("clip_weights", (k for k in used if tensors[k]._version != self._versions[k]))
         hooked = (k for k in used if has_user_hooks(tensors[k]._backward_hooks)
                   or has_user_hooks(tensors[k]._post_accumulate_grad_hooks))  # fmt: skip
         self._refuse("clip_hooks", hooked)
@@ -167,8 +166,7 @@ class ClipTape:
         self._refuse("clip_between", used if self._is_torn else ())
         missing = (k for k in used if tensors[k].grad is None or k not in self._marks)
         self._refuse("clip_missing", missing)
-        scaled = (k for k in used if unscaled != 1 and self._is_scaled(k))
-        self._refuse("clip_scaled", scaled)
+        self._refuse("clip_scaled", (k for k in used if unscaled != 1 and self._is_scaled(k)))
         self._refuse("clip_changed", self._changed(used, tensors))
 
     def _refuse(self, why: str, places: Iterable[int]) -> None:

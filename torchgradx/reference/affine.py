@@ -22,8 +22,7 @@ __all__ = [
 
 def _of(statistic: Tensor, chunk: slice) -> Tensor:
     """[N or 1, T or 1, G or 1] -> [n or 1, T or 1, G or 1, 1]"""
-    part = statistic if statistic.shape[0] == 1 else statistic[chunk]
-    return part[..., None]
+    return (statistic if statistic.shape[0] == 1 else statistic[chunk])[..., None]
 
 
 def _normalised(x: Tensor, mean: Tensor | None, rstd: Tensor | None, chunk: slice) -> Tensor:
@@ -129,9 +128,8 @@ def affine_fused(
     grad_input, grad_weight, grad_bias, sq_norms = found
     weights = weights_of(scale, input)
     totals = weights.new_zeros(1 + bias, 1, weight.numel())
-    for chunk, inner, each, squares in _affine(
-        input, grad_output, weight, mean, rstd, frozen, bias
-    ):
+    parts = _affine(input, grad_output, weight, mean, rstd, frozen, bias)
+    for chunk, inner, each, squares in parts:
         grad_input[chunk], sq_norms[:, chunk] = inner, squares
         totals += scaled_sum(weights[chunk], each.transpose(0, 1))
     grad_weight.copy_(totals[0].view_as(weight))

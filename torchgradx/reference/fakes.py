@@ -31,9 +31,6 @@ def bias_sq_norms(grad_output: Tensor) -> Tensor:
     return _sums(grad_output, grad_output.shape[0])
 
 
-# Linear and Conv2d
-
-
 def linear_fused(
     activations: Tensor, grad_output: Tensor, scale: Tensor | None, bias: bool
 ) -> Fused:
@@ -126,9 +123,6 @@ def turned(input: Tensor) -> Tensor:
     return input.new_empty(input.shape)
 
 
-def gather_sq_norms(indices: Tensor, grad_output: Tensor, padding_idx: int | None) -> Tensor:
-    return bias_sq_norms(grad_output)
-
-
-def gather_dots(indices: Tensor, grad_rows: Tensor, *rest: Any) -> Tensor:
+def gathered(indices: Tensor, grad_rows: Tensor, *rest: Any) -> Tensor:
+    """[N]; of both operators on tables of rows"""
     return bias_sq_norms(grad_rows)

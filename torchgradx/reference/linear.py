@@ -25,15 +25,13 @@ CANCELLED = 1e-4
 
 def _with_bias(sq_norms: Tensor, grad_output: Tensor, bias: bool) -> Tensor:
     """[N], [N, T, O] -> [1 + bias, N]"""
-    rows = [sq_norms, bias_sq_norms(grad_output)] if bias else [sq_norms]
-    return torch.stack(rows)
+    return torch.stack([sq_norms, bias_sq_norms(grad_output)] if bias else [sq_norms])
 
 
 @torch.no_grad()
 def bias_sq_norms(grad_output: Tensor) -> Tensor:
     """|sum_t b_nt|^2: [N, T, O] -> [N]"""
-    wide = accumulation_dtype(grad_output.dtype)
-    return grad_output.sum(1, dtype=wide).square().sum(1)
+    return grad_output.sum(1, dtype=accumulation_dtype(grad_output.dtype)).square().sum(1)
 
 
 @torch.no_grad()
@@ -79,8 +77,7 @@ def _sample_gradients(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
 @torch.no_grad()
 def direct_sq_norms(activations: Tensor, grad_output: Tensor, bias: bool) -> Tensor:
     """|G_n|^2 from G_n itself: [N, T, I], [N, T, O] -> [1 + bias, N]"""
-    n, dtype = activations.shape[0], accumulation_dtype(activations.dtype)
-    sq_norms = activations.new_empty(n, dtype=dtype)
+    sq_norms = activations.new_empty(len(activations), dtype=accumulation_dtype(activations.dtype))
     for chunk, gradients in _sample_gradients(activations, grad_output):
         sq_norms[chunk] = norms(gradients).square()
     return _with_bias(sq_norms, grad_output, bias)
@@ -138,12 +135,6 @@ def _rows(
         yield chunk, a, b
 
 
-def _pixels_last(grad_output: Tensor) -> Tensor:
-    """[N, O, H', W'] -> [N, T, O]"""
-    n, o, height, width = grad_output.shape
-    return grad_output.reshape(n, o, height * width).mT
-
-
 @torch.no_grad()
 def conv2d_sq_norms_of_rows(
     sq_norms_of_rows: Callable[[Tensor, Tensor, bool], Tensor],
@@ -156,7 +147,7 @@ def conv2d_sq_norms_of_rows(
     sq_norms = input.new_empty(len(input), dtype=accumulation_dtype(input.dtype))
     for chunk, a, b in _rows(input, grad_output, *geometry):
         sq_norms[chunk] = sq_norms_of_rows(a, b, False)[0].view(-1, geometry[-1]).sum(1)
-    return _with_bias(sq_norms, _pixels_last(grad_output), bias)
+    return _with_bias(sq_norms, grad_output.flatten(2).mT, bias)
 
 
 conv2d_gram_sq_norms = partial(conv2d_sq_norms_of_rows, gram_sq_norms)
@@ -188,7 +179,7 @@ def conv2d_fused(
             partial_sum, _, partial_sq = linear_fused(a[one], b[one], weights[chunk], False)
             by_group[group] += partial_sum
             in_chunk += partial_sq[0]
-    pixels = _pixels_last(grad_output)
+    pixels = grad_output.flatten(2).mT  # [N, T, O]
     grad_bias = _grad_bias(pixels, weights, bias)
     return grad_weight.to(input.dtype), grad_bias, _with_bias(sq_norms, pixels, bias)
 
