@@ -27,20 +27,25 @@ def count(batch, dims):
     return batch[0].shape[dims[0] if isinstance(dims, tuple) else dims]
 
 
-def loop(model, loss, *batch, dims=0, dtype=torch.float64):
-    """{parameter: [N] norms of the gradient of loss(model, sample n)}, one sample at a time.
+def each_gradient(model, loss, *batch, dims=0, dtype=torch.float64):
+    """{parameter: gradient of loss(model, sample n)} of each sample, one at a time.
     dtype=None: in the dtypes that the model and the batch have."""
     model = copy.deepcopy(model).to(dtype=dtype)
     batch = [as_dtype(t.detach(), dtype) for t in batch]
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    rows = []
     for n in range(count(batch, dims)):
         model.zero_grad()
         loss(model, *one_sample(batch, n, dims)).backward()
-        grads = [p.grad for p in live.values()]
-        rows.append([0.0 if g is None else g.to_dense().double().norm().item() for g in grads])
-    columns = torch.tensor(rows, dtype=torch.float64).unbind(1)
-    return dict(zip(live, columns, strict=True))
+        yield {name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
+               for name, p in live.items()}  # fmt: skip
+
+
+def loop(*given, **options):
+    """{parameter: [N] norms of the gradients}, of what each_gradient takes."""
+    rows = [{name: g.double().norm().item() for name, g in row.items()}
+            for row in each_gradient(*given, **options)]  # fmt: skip
+    return {name: torch.tensor([row[name] for row in rows], dtype=torch.float64)
+            for name in rows[0]}  # fmt: skip
 
 
 def joined(passes):
@@ -69,8 +74,7 @@ def tolerance(model, dtype):
     sample's way forward and back."""
     if dtype == torch.float64:
         return 1e-9
-    longest = max(p.numel() for p in model.parameters())
-    return 32 * torch.finfo(dtype).eps * math.sqrt(longest)
+    return 32 * torch.finfo(dtype).eps * math.sqrt(max(p.numel() for p in model.parameters()))
 
 
 def close(got, want, rtol=1e-9, among=None):

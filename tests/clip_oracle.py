@@ -1,28 +1,17 @@
 """The oracle for clipping and dot products: a float64 loop over single samples' gradients."""
 
-import copy
-
 import pytest
 import torch
 from attach_models import square
 from attach_modes import need_native
-from attach_oracle import as_dtype, count, one_sample, prepared, tolerance
+from attach_oracle import each_gradient, prepared, tolerance
 
 import torchgradx
 
 
 def gradients(model, loss, *batch, dims=0):
     """[{parameter: gradient of loss(model, sample n)}, ...] in float64."""
-    model = copy.deepcopy(model).double()
-    batch = [as_dtype(t.detach(), torch.float64) for t in batch]
-    live = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    rows = []
-    for n in range(count(batch, dims)):
-        model.zero_grad()
-        loss(model, *one_sample(batch, n, dims)).backward()
-        rows.append({name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense().clone()
-                     for name, p in live.items()})  # fmt: skip
-    return rows
+    return list(each_gradient(model, loss, *batch, dims=dims))
 
 
 def group_of(name, per):
@@ -119,22 +108,17 @@ def check_clip(model, loss, *batch, dims=0, dtype=torch.float64, reduction="mean
                      for n, g in want.items()}  # fmt: skip
             same(model, want, rtol, terms)
         if deferred:
-            check_whole_sum(model, probe, rows, rtol, share, lambda: loss(model, *batch))
-            return
+            model.zero_grad()
         loss(model, *batch).backward()
         plain = [None if p.grad is None else p.grad.to_dense().clone() for p in model.parameters()]
         probe.clip_grad_norm_(float("inf"))
-        for p, g in zip(model.parameters(), plain, strict=True):
-            assert g is None or torch.equal(p.grad.to_dense(), g)
-
-
-def check_whole_sum(model, probe, rows, rtol, share, loss):
-    model.zero_grad()
-    loss().backward()
-    probe.clip_grad_norm_(float("inf"))
-    want = {name: share * sum(row[name] for row in rows) for name in rows[0]} if rows else {}
-    terms = {name: share * sum(row[name].norm() for row in rows) for name in want}
-    same(model, want, rtol, terms)
+        if deferred:
+            want = {name: share * sum(row[name] for row in rows) for name in rows[0]}
+            terms = {name: share * sum(row[name].norm() for row in rows) for name in want}
+            same(model, want, rtol, terms)
+        else:
+            for p, g in zip(model.parameters(), plain, strict=True):
+                assert g is None or torch.equal(p.grad.to_dense(), g)
 
 
 def refuses(kind, match, probe, model, *args, **kwargs):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from backends import parameters
+from emulation.emulator import ORDERS
 from grids import in_default_mode, thin
 
 # Here, before any test module is imported: many make tensors while they are.
@@ -74,6 +75,13 @@ def nothing_compiled() -> Iterator[None]:
 @pytest.fixture(params=parameters())
 def backend(request: pytest.FixtureRequest) -> object:
     return request.param
+
+
+@pytest.fixture(params=ORDERS)
+def _each_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In which threads run, of the emulator that the module has as unit()."""
+    with request.module.unit().order(request.param):
+        yield
 
 
 @pytest.fixture

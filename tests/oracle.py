@@ -52,8 +52,7 @@ class Conv2d(NamedTuple):
 
     def operands(self, dtype, kind, seed=0):
         kernel = torch.zeros(self.o, self.c // self.groups, *self.kernel_size)
-        options = (None, *self.geometry[1:])
-        output = F.conv2d(torch.zeros(1, self.c, *self.size), kernel, *options)
+        output = F.conv2d(torch.zeros(1, self.c, *self.size), kernel, None, *self.geometry[1:])
         x = draw((self.n, self.c, *self.size), dtype, kind, seed)
         return x, draw((self.n, *output.shape[1:]), dtype, kind, seed + 1)
 
@@ -177,15 +176,13 @@ def _truth(forward, weight_shape, t, input, grad_output):
     x, b = input.detach().cpu().double(), grad_output.detach().cpu().double()
     weight, bias = _sample_gradients(forward, weight_shape, x, b)
     magnitudes = _sample_gradients(forward, weight_shape, x.abs(), b.abs())
-    i = prod(weight_shape[1:])
-    return Truth((t, i, weight_shape[0]), weight, bias, *magnitudes)
+    return Truth((t, prod(weight_shape[1:]), weight_shape[0]), weight, bias, *magnitudes)
 
 
 def linear_truth(activations, grad_output):
     """[N, *, I], [N, *, O]"""
     shape = (grad_output.shape[-1], activations.shape[-1])
-    t = activations.shape[1:-1].numel()
-    return _truth(F.linear, shape, t, activations, grad_output)
+    return _truth(F.linear, shape, activations.shape[1:-1].numel(), activations, grad_output)
 
 
 def conv2d_truth(input, grad_output, problem):

@@ -80,8 +80,7 @@ def forward(layer, x, weight, bias, mean, rstd):
         centred = x if mean is None else x - mean[..., None]
         return (centred if rstd is None else centred * rstd[..., None]) * weight + bias
     if layer == "group_norm":
-        channels = x.reshape(t, g * k).T[None]
-        y = torch.group_norm(channels, g, weight.flatten(), bias.flatten(), EPS)
+        y = torch.group_norm(x.reshape(t, g * k).T[None], g, weight.flatten(), bias.flatten(), EPS)
         return y[0].T.reshape(t, g, k)
     rows = x.reshape(t, k)
     if layer == "layer_norm":

@@ -17,8 +17,7 @@ class Gather(NamedTuple):
 
     def operands(self, dtype: torch.dtype, kind: Kind) -> tuple[Tensor, Tensor]:
         n, t, v, d = self
-        generator = torch.Generator().manual_seed(2)
-        indices = torch.randint(0, max(1, v), (n, t), generator=generator)
+        indices = torch.randint(0, max(1, v), (n, t), generator=torch.Generator().manual_seed(2))
         return indices, draw((n, t, d), dtype, kind, 0)
 
     def linear(self, s: int, dtype: torch.dtype, kind: Kind) -> tuple[Tensor, Tensor]:

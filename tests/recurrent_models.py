@@ -42,8 +42,7 @@ def net(rnn):
         x = torch.tanh(m.i(x))
         h = h if h is None else h.transpose(0, 1).contiguous()
         c = c if c is None else c.transpose(0, 1).contiguous()
-        hx = h if c is None else (h, c)
-        y, last = states_of(m.r(x if first else x.transpose(0, 1), hx))
+        y, last = states_of(m.r(x if first else x.transpose(0, 1), h if c is None else (h, c)))
         y = (y if first else y.transpose(0, 1)).flatten(1)
         return torch.cat([y, 2 * last], 1)
 

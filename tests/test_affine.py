@@ -52,8 +52,7 @@ def fused(backend, layer, o, scale=None, bias=True):
     if layer == "prelu":
         x, w, sq_norms = backend.operator("prelu_fused")(o.x, o.g, o.weight, scale)
         return x, w, w.new_empty(0), sq_norms
-    frozen = layer in FROZEN
-    arguments = (o.x, o.g, o.weight, o.mean, o.rstd, frozen, scale, bias)
+    arguments = (o.x, o.g, o.weight, o.mean, o.rstd, layer in FROZEN, scale, bias)
     return backend.operator("affine_fused")(*arguments)
 
 

@@ -142,8 +142,7 @@ def test_attention_in_a_checkpoint(way, training, reentrant, options):
     def how(m, x, y, z):
         return checkpoint(m.inner, m.i(x), y, z, use_reentrant=reentrant)
 
-    model = Model(how, i=nn.Linear(E, E), inner=inner).train(training)
-    check(model, square, *three(), **options)
+    check(Model(how, i=nn.Linear(E, E), inner=inner).train(training), square, *three(), **options)
 
 
 def test_attention_is_served_by_its_linears():
@@ -173,8 +172,7 @@ def by_offsets(m, ids):
 def of_other_sizes(m, ids):
     """As many of a sample's ids as its last one says: none, for some."""
     bags = [row[: row[-1] % len(row)] for row in ids]
-    sizes = torch.tensor([0, *map(len, bags)])
-    return m.bag(torch.cat(bags), offsets=sizes.cumsum(0)[:-1])
+    return m.bag(torch.cat(bags), offsets=torch.tensor([0, *map(len, bags)]).cumsum(0)[:-1])
 
 
 def weighted(m, ids):

@@ -26,8 +26,7 @@ def test_two_models_of_an_adversarial_game_are_exact_in_either_ones_step(options
     judge, z, x = mlp().double(), torch.randn(N, 2).double(), torch.randn(N, 3).double()
     through = lambda m, z: square(judge, m(z))  # noqa: E731
     judged = lambda m, z: square(m, maker(z))  # noqa: E731
-    made = maker(z).detach()
-    real_and_made = joined([loop(judge, square, x), loop(judge, square, made)])
+    real_and_made = joined([loop(judge, square, x), loop(judge, square, maker(z).detach())])
     of_maker, of_judge = loop(maker, through, z), loop(judge, judged, z)
     with torchgradx.attach(maker, **options) as p, torchgradx.attach(judge, **options) as q:
         for _ in range(2):
@@ -261,8 +260,7 @@ def test_steps_in_threads(make, fused, switching):
     """The first rounds prove the structure, all at once."""
     twin, x = make().double(), torch.randn(THREADS, 3, 3).double()
     want = loop_model(twin, square, x.flatten(0, 1)).sort()[0]
-    square_of_all = [square(twin, part) for part in x]
-    torch.stack(square_of_all).sum().backward()
+    torch.stack([square(twin, part) for part in x]).sum().backward()
     for _ in range(ATTACHED):
         model = copy.deepcopy(twin)
         with torchgradx.attach(model, fused=fused) as probe:
@@ -285,8 +283,7 @@ def fake_input(model, x):
 
 
 def exported(model, x):
-    program = torch.export.export(model, (x,))
-    assert torch.equal(program.module()(x), model(x))
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
 
 
 @a_few_modes

@@ -58,8 +58,7 @@ def test_a_layout_is_said_by_a_pattern_too():
 @pytest.mark.parametrize("positions", [5, N])
 def test_sequence_first_models_are_exact_with_batch_dim_1(positions, options):
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-    x = torch.randn(positions, N, 3)
-    check(model, square_second, x, dims=1, batch_dim=1, **options)
+    check(model, square_second, torch.randn(positions, N, 3), dims=1, batch_dim=1, **options)
 
 
 @fallback_mode

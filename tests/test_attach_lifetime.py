@@ -187,8 +187,7 @@ def test_what_saves_memory_without_a_probe_saves_as_much_with_one(regime, option
             return checkpoint(block, x, use_reentrant=regime == "reentrant").square().sum()
         if regime == "biases only":
             return block(x).sum()
-        copies = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
-        with copies:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
             return block(x).square().sum()
 
     whole = Model(lambda m: forward(), block=block)
@@ -246,9 +245,8 @@ def test_a_thousand_steps_hold_memory_flat(kind, options):
             step()
         gc.collect()
         grown, more = resident() - memory, len(gc.get_objects()) - objects
-    per_step = 32 * 2**10 * steps
     # a record that nobody reads holds its norms, and less than half an activation beside
-    allowed = per_step / (2 if kind == "unread" else 4)
+    allowed = 32 * 2**10 * steps / (2 if kind == "unread" else 4)
     assert grown < allowed, f"{grown / 2**20:.1f} MiB more after {steps} steps"
     # an unread record keeps a row of norms a pass, and no more
     allowed = 20 * steps if kind == "unread" else 200

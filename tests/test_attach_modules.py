@@ -152,8 +152,7 @@ def response_norm(m, x):
 
 
 def around(middle, layer):
-    forward = lambda m, x: m.o(torch.tanh(m.s(m.i(x))))  # noqa: E731
-    return Model(forward, i=layer(3, C), s=middle, o=layer(C, 2))
+    return Model(lambda m, x: m.o(torch.tanh(m.s(m.i(x)))), i=layer(3, C), s=middle, o=layer(C, 2))
 
 
 def of_rows(middle):

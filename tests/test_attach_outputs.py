@@ -106,8 +106,7 @@ def test_layers_that_are_given_nested_tensors_are_refused(layout, own, options):
         rows = torch.nested.nested_tensor([v[: k + 1] for k, v in enumerate(x)], layout=layout)
         return m.o(torch.relu(m.l(rows)).to_padded_tensor(0.0).sum(1))
 
-    kind = Scaled if own else nn.Linear
-    model = Model(forward, l=kind(3, 4), o=nn.Linear(4, 2))
+    model = Model(forward, l=(Scaled if own else nn.Linear)(3, 4), o=nn.Linear(4, 2))
     with torchgradx.attach(model, **options) as probe:
         square(model, torch.randn(4, WORDS, 3)).backward()
         assert model.o.weight.grad is not None or not options.get("weight_grad", True)

@@ -91,8 +91,7 @@ def test_autocast_is_exact_within_its_rounding(name, dtype, options, normalisati
 @a_few_modes
 def test_parameters_of_several_dtypes_count_together_in_the_widest(options):
     def forward(m, x):
-        hidden = m.b(torch.tanh(m.a(x)).double())
-        return m.c(hidden.bfloat16()).float()
+        return m.c(m.b(torch.tanh(m.a(x)).double()).bfloat16()).float()
 
     net = Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8).double(),
                 c=nn.Linear(8, 2).bfloat16())  # fmt: skip

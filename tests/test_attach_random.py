@@ -220,8 +220,7 @@ EVENTS = [step] * 4 + [
 def test_reads_are_exact_or_refused_whatever_came_before(seed):
     s = Sequence(seed)
     with s.probe:
-        by_kernels = ops.NATIVE and s.options != {"backend": "vmap"}
-        certain = by_kernels and not s.model.checkpoints
+        certain = ops.NATIVE and s.options != {"backend": "vmap"} and not s.model.checkpoints
         for event in s.rng.choices(EVENTS, k=s.rng.randint(3, 10)):
             event(s)
             certain &= event is not input_filled_again

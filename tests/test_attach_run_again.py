@@ -194,9 +194,8 @@ def ahead(module, x, autocast=None):
 def test_halves_show_another_way_too(way, dtype, autocast, options):
     """By sums of gradients, of 64 roundings each, they do not."""
     model = nn.Sequential(nn.Linear(WIDE, WIDE), matrix(way), nn.Linear(WIDE, 4)).to(dtype)
-    x = torch.randn(MANY, WIDE).to(dtype)
     with torchgradx.attach(model, layout=SAID, **options) as probe:
-        ahead(model, x, autocast).backward()
+        ahead(model, torch.randn(MANY, WIDE).to(dtype), autocast).backward()
         refusal(probe, "other outputs")
 
 

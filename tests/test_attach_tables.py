@@ -12,7 +12,7 @@ from attach_models import Model, square, square_second
 from attach_modes import ANY, VMAP, a_few_modes, each_of, fallback_mode
 from attach_oracle import check, close_named, loop, same_gradients
 from attach_steps import exact_or_refused, exact_step, read_or_refused, refused
-from broadcast_models import WAYS, D, N, T, constant, in_place, placed, positional, tokens
+from broadcast_models import WAYS, D, N, T, against_all, constant, in_place, placed, tokens
 from recurrent_models import KINDS, made, net
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -33,8 +33,7 @@ MASKS = {
 @sizes
 @pytest.mark.parametrize("ids", IDS)
 def test_a_position_table_is_exact(ids, n, t, options):
-    model = placed(lambda m, i: m.p(IDS[ids](i.shape[1])))
-    check(model, square, tokens(n, t), **options)
+    check(placed(lambda m, i: m.p(IDS[ids](i.shape[1]))), square, tokens(n, t), **options)
 
 
 @fallback_mode
@@ -109,8 +108,7 @@ def test_a_bias_of_attention_used_in_several_layers_is_exact(n, t, options):
 
 
 def tied_embedding(m, i):
-    h = torch.tanh(m.t(i) + m.t(torch.arange(i.shape[1])))
-    return m.o(h)
+    return m.o(torch.tanh(m.t(i) + m.t(torch.arange(i.shape[1]))))
 
 
 def in_two_places(m, i):
@@ -168,11 +166,8 @@ def test_a_row_of_the_samples_own_ids_is_theirs(options):
 
 # ---- Each way in which samples meet it; changed in place, saved, over steps ----------------------
 SHARED = {
-    "positions": (positional, tokens),
-    "queries": (
-        lambda: constant(shared.against_all, l=nn.Linear(D, D)),
-        lambda: torch.randn(N, T, D),
-    ),
+    "positions": (shared.positional, tokens),
+    "queries": (lambda: constant(against_all, l=nn.Linear(D, D)), lambda: torch.randn(N, T, D)),
     "patches": (shared.vision_transformer, lambda: torch.randn(N, T, 3)),
 }
 RECURRENT = {  # several outputs, which run again when the backward ends
@@ -272,8 +267,7 @@ def test_a_bare_parameter_is_exact_without_running_its_owner_again(way, options)
 @pytest.mark.parametrize("way", WAYS)
 def test_where_samples_come_in_inside_a_checkpoint(way, around, options):
     def forward(m, x):
-        inside = lambda x, s: torch.tanh(WAYS[way](x, s))  # noqa: E731
-        return m.o(AROUND[around](inside, m.i(x), m.l(m.c)))
+        return m.o(AROUND[around](lambda x, s: torch.tanh(WAYS[way](x, s)), m.i(x), m.l(m.c)))
 
     model = constant(forward, l=nn.Linear(D, D), i=nn.Linear(D, D))
     x = torch.randn(N, T, D)
@@ -299,8 +293,7 @@ ONE = {
 def test_a_module_may_give_one_number(way, numbers, n, options):
     """As a temperature: of a submodule that is given no sample."""
     number = Model(lambda m: m.weight.exp().sum(), weight=torch.randn(numbers))
-    model = Model(ONE[way], l=nn.Linear(D, D), t=number)
-    check(model, square, torch.randn(n, T, D), **options)
+    check(Model(ONE[way], l=nn.Linear(D, D), t=number), square, torch.randn(n, T, D), **options)
 
 
 MODES = [*ANY, *VMAP, {"clip": True}, {"clip": True, "fused": False}]

@@ -23,8 +23,7 @@ def thrice(m, x):
 
 def on_two_resolutions(m, x):
     y = m.conv(x)
-    small = m.conv(F.avg_pool2d(torch.tanh(y), 2))
-    return torch.cat([y.flatten(1), small.flatten(1)], 1)
+    return torch.cat([y.flatten(1), m.conv(F.avg_pool2d(torch.tanh(y), 2)).flatten(1)], 1)
 
 
 def twice_and_detached(m, x):
@@ -213,8 +212,7 @@ T, D = 5, 3
 
 def flat(m, x):
     if x.dim() == 3:
-        rows = m(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-        return m.o(rows.mean(1))
+        return m.o(m(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1))
     return torch.tanh(m.l(x))
 
 

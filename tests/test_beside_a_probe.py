@@ -21,8 +21,7 @@ def shared():
     """A table that all samples share, and a weight that is read functionally."""
 
     def forward(m, x):
-        h = m.a(x) + m.place
-        return F.linear(torch.tanh(h), m.b.weight)
+        return F.linear(torch.tanh(m.a(x) + m.place), m.b.weight)
 
     return Model(forward, a=nn.Linear(5, 6), b=nn.Linear(6, C), place=torch.randn(6)).double()
 

@@ -171,8 +171,7 @@ def test_after_an_exception_nothing_is_left(where):
 
 
 def test_under_ddp_each_rank_has_the_norms_of_its_own_samples():
-    script = Path(__file__).parent / "two_trainers.py"
-    done = python(script, timeout=300, OMP_NUM_THREADS="1")
+    done = python(Path(__file__).with_name("two_trainers.py"), timeout=300, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert done.stdout.count(f"rank {rank}: 4 norms") == 4, done.stdout

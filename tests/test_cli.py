@@ -60,8 +60,7 @@ def user(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     yield tmp_path
-    for name in [n for n in sys.modules if n == "mine"]:
-        del sys.modules[name]
+    sys.modules.pop("mine", None)
 
 
 def column(path, name="norm"):
@@ -69,21 +68,19 @@ def column(path, name="norm"):
         return [float(row[name]) for row in csv.DictReader(file)]
 
 
-def score(*more, model="mine.py:make", data="mine.py:pool", out="s.csv"):
-    given = ["--model", model, "--data", data, "--out", out, "--force", "--device", "cpu"]
-    return cli.main(["score", *given, "--quiet", *more])
-
-
-def aloud(*more, out="s.csv", data="mine.py:pool"):
-    given = ["--model", "mine.py:make", "--data", data, "--out", out, "--device", "cpu"]
+def aloud(*more, model="mine.py:make", data="mine.py:pool", out="s.csv"):
+    given = ["--model", model, "--data", data, "--out", out, "--device", "cpu"]
     return cli.main(["score", *given, *more])
+
+
+def score(*more, **given):
+    return aloud("--force", "--quiet", *more, **given)
 
 
 def expected(seed=0, **options):
     torch.manual_seed(seed)
     model, data = named.found("", "mine.py:make")(), named.found("", "mine.py:pool")
-    loader = DataLoader(data, 64)
-    return torchgradx.score(model, F.cross_entropy, loader, progress=False, **options)
+    return torchgradx.score(model, F.cross_entropy, DataLoader(data, 64), progress=False, **options)
 
 
 @pytest.mark.parametrize("data", ["mine.py:pool", "mine:pool", "mine.py:loader"])
@@ -100,8 +97,7 @@ def test_options_are_passed_on(user):
         np.testing.assert_allclose(held["egl"], expected(kind="egl", top_classes=2), rtol=1e-5)
     more = ["--split", "mine.py:split", "--loss", "mine.py:loss", "--per", "parameter"]
     assert score(*more, data="mine.py:pairs") == 0
-    named_columns = expected(per="parameter")
-    for name, want in named_columns.items():
+    for name, want in expected(per="parameter").items():
         np.testing.assert_allclose(column("s.csv", name), want, rtol=1e-5)
     assert score("--backend", "vmap", "--loss", "torch.nn:CrossEntropyLoss") == 0
     np.testing.assert_allclose(column("s.csv"), expected(), rtol=1e-5)

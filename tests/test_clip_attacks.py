@@ -7,18 +7,13 @@ import torch
 import torch.nn.functional as F
 from attach_models import Model, identity, mlp, square
 from clip_oracle import clipped, is_sum, refuses
+from test_clip_steps import BOUND, batch
 from torch import nn
 
 import torchgradx
 from torchgradx import CoverageError
 
-N = 6
-BOUND = 0.5
 EVERY = [{}, {"weight_grad": False}, {"backend": "vmap"}, {"backend": "vmap", "weight_grad": False}]
-
-
-def batch(n=N):
-    return torch.randn(n, 3, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -160,8 +155,7 @@ def test_what_cannot_run_again_leaves_all_as_it_was():
             raise ValueError("not again")
         return x * m.w.sum(0)
 
-    own = Model(once, w=torch.randn(2, 3))
-    model = nn.Sequential(nn.Linear(3, 3), own, nn.Linear(3, 2))
+    model = nn.Sequential(nn.Linear(3, 3), Model(once, w=torch.randn(2, 3)), nn.Linear(3, 2))
     with torchgradx.attach(model, clip=True, layout={"1": "batch"}) as probe:  # it runs again
         square(model, batch().float()).backward()
         fails.append(True)

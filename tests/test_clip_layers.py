@@ -62,8 +62,7 @@ def attending(how, **kinds):
 
 
 def transposed():
-    kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
-    return nn.Sequential(kind(5, D), nn.Tanh())
+    return nn.Sequential(pytest.importorskip("transformers.pytorch_utils").Conv1D(5, D), nn.Tanh())
 
 
 IDS, SEQUENCES = (), ((N, T, E), (N, S, E))

@@ -69,8 +69,7 @@ def test_gram_and_direct_never_refuse(algorithm, t, weight_grad):
 @pytest.mark.parametrize("problem", [problem for problem, _ in VERDICTS])
 def test_every_algorithm_is_chosen_refused_or_an_alternative(problem):
     made = plan(problem)
-    accounted = [made.algorithm, *made.refused, *made.alternatives]
-    assert sorted(accounted) == sorted(ALGORITHMS)
+    assert sorted([made.algorithm, *made.refused, *made.alternatives]) == sorted(ALGORITHMS)
     assert made.seconds <= min(made.alternatives.values(), default=made.seconds)
 
 
@@ -174,8 +173,7 @@ def test_what_the_driver_tells_is_taken():
 )
 def test_an_unknown_capability_has_the_rates_of_the_newest_below(capability, like):
     major, minor = capability
-    device = from_properties(properties(major=major, minor=minor), tf32=False)
-    assert device.rates == CARDS[like]
+    assert from_properties(properties(major=major, minor=minor), tf32=False).rates == CARDS[like]
 
 
 # From a device to its plan
@@ -200,8 +198,7 @@ def test_a_cuda_model_takes_kernels_where_they_are_and_run(monkeypatch, built, c
     model = nn.Linear(5, 3)
     for p in model.parameters():
         p.__class__ = _OnCuda
-    options = {"backend": "auto"}
-    (layer,) = find_layers(model, Parameters(model), options)
+    (layer,) = find_layers(model, Parameters(model), {"backend": "auto"})
     assert layer.kind == kind
 
 

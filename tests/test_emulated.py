@@ -85,8 +85,7 @@ def test_tf32_loses_nothing_of_operands_that_it_can_hold(problem, kind, allow_tf
 @pytest.mark.parametrize("name", ["cuda.matmul.fp32_precision", "fp32_precision"])
 def test_tf32_is_allowed_by_torchs_newer_setting_too(name):
     """After which the older one can no longer be read."""
-    script = NEWER_SETTING.format(name=name)
-    done = python("-c", script, cwd=Path(__file__).parent)
+    done = python("-c", NEWER_SETTING.format(name=name), cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["128.0", "True"]
 
@@ -184,8 +183,7 @@ def test_results_and_workspace_are_bounded(name):
     algorithm, problem = CASES[name]
     library = operators()
     with library.dry(), library.multiprocessors(132):
-        operands = problem.operands(torch.float32, "integers")
-        EMULATED.norms(algorithm, *operands, problem)
+        EMULATED.norms(algorithm, *problem.operands(torch.float32, "integers"), problem)
     assert library.allocated() <= BOUND
 
 

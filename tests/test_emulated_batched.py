@@ -38,8 +38,7 @@ def test_operands_of_two_orders_are_put_into_one():
     """A half's patches are copied along channels, and neither operand's come first here."""
     for problem in (Conv2d(3, 8, 16, (6, 5), (3, 3), padding=(1, 1)), POINTWISE[0]):
         a, b = problem.operands(torch.bfloat16, "gaussians")
-        turned = (x.contiguous(memory_format=torch.channels_last) for x in (a, b))
-        first, second = turned
+        first, second = (x.contiguous(memory_format=torch.channels_last) for x in (a, b))
         for x, g in ((a, b), (first, b), (a, second), (first, second)):
             assert_right(problem, x, g, "gaussians")
 

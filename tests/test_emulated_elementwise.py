@@ -50,8 +50,7 @@ def results(problem, o):
     scale = torch.arange(problem.n, dtype=torch.float32) - 1
     found = [norms(EMULATED, problem.layer, o)]
     if problem.layer != "prelu":
-        frozen = problem.layer in FROZEN
-        arguments = o.x, o.g, o.weight, o.mean, o.rstd, frozen, True
+        arguments = o.x, o.g, o.weight, o.mean, o.rstd, problem.layer in FROZEN, True
         found += EMULATED.operator("affine_by_sample")(*arguments)
     return [*found, *fused(EMULATED, problem.layer, o, scale)]
 

@@ -99,8 +99,7 @@ HUGE = {  # input, grad_output, padding
 def test_an_image_beyond_an_int_is_refused_not_cut(name):
     size, out, padding = HUGE[name]
     x, b = _wide(1, 1, *size), _wide(1, 1, *out)
-    stride = [1, 1 << 20] if padding else [1, 1]
-    geometry = ([1, 1], stride, [padding] * 2, [1, 1], 1)
+    geometry = [1, 1], [1, 1 << 20 if padding else 1], [padding] * 2, [1, 1], 1
     for algorithm in ("gram", "direct"):
         with operators().dry(), pytest.raises(RuntimeError, match=f"not launch {algorithm}"):
             operator(f"conv2d_{algorithm}_sq_norms")(x, b, *geometry, False)
@@ -108,12 +107,10 @@ def test_an_image_beyond_an_int_is_refused_not_cut(name):
 
 def test_a_bias_of_millions_is_summed():
     """More blocks of columns than a grid has along y."""
-    o = 32 * 65535 + 5
     with operators().dry():
-        operator("bias_sq_norms")(_wide(2, 3, o))
-    few = operator("bias_sq_norms")(torch.arange(2 * 3 * 70.0).view(2, 3, 70))
-    expected = torch.arange(2 * 3 * 70.0).view(2, 3, 70).sum(1).square().sum(1)
-    assert torch.equal(few, expected)
+        operator("bias_sq_norms")(_wide(2, 3, 32 * 65535 + 5))
+    few = torch.arange(2 * 3 * 70.0).view(2, 3, 70)
+    assert torch.equal(operator("bias_sq_norms")(few), few.sum(1).square().sum(1))
 
 
 # Workspaces. N, T, I, O: gradients of all samples, or T x T of one, would be gigabytes.

@@ -39,8 +39,7 @@ def _hopper():
 def rows(lengths, inputs, outputs, dtype):
     count = sum(lengths) + 3  # and some of no sample
     a, g = torch.randn(count, inputs, dtype=dtype), torch.randn(count, outputs, dtype=dtype)
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    return a, g, starts.int()
+    return a, g, torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 def truth(a, g, starts):

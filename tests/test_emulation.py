@@ -12,7 +12,7 @@ import pytest
 import torch
 from backends import needs_emulation
 from emulation import build
-from emulation.emulator import ORDERS, EmulationError, Emulator, Unit
+from emulation.emulator import EmulationError, Emulator, Unit
 from emulation.mutants import MUTANTS, planted
 from emulation.wrappers import CASES, Case, differences, golden
 
@@ -34,12 +34,6 @@ def launch(name, threads=THREADS, shared_bytes=4 * THREADS):
     spans = [(IN.data_ptr(), OUT_BYTES, False), (out.data_ptr(), OUT_BYTES, True)]
     unit().launch(name, spans, *(s[0] for s in spans), threads, shared_bytes)
     return out
-
-
-@pytest.fixture(params=ORDERS)
-def _each_order(request):
-    with unit().order(request.param):
-        yield
 
 
 in_each_order = pytest.mark.usefixtures("_each_order")
@@ -168,8 +162,7 @@ def test_what_is_unchecked_is_not_reported():
 @cache
 def wrappers():
     emulator = Emulator(build.kernels_alone(build.HERE / "wrappers.cu"))
-    pointers = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
-    emulator.c.run_wrapper.argtypes = pointers
+    emulator.c.run_wrapper.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
     return emulator
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from backends import needs_emulation
-from emulation.emulator import ORDERS, EmulationError, Unit
+from emulation.emulator import EmulationError, Unit
 
 pytestmark = needs_emulation
 
@@ -28,12 +28,6 @@ def launch(name, a, b, numbers, out):
     spans = [(x.data_ptr(), x.numel() * x.element_size(), x is out) for x in (*given, out)]
     unit().launch(name, spans, spans[0][0], spans[1][0], host.ctypes.data, spans[2][0])
     return out
-
-
-@pytest.fixture(params=ORDERS)
-def _each_order(request):
-    with unit().order(request.param):
-        yield
 
 
 in_each_order = pytest.mark.usefixtures("_each_order")

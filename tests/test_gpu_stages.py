@@ -64,8 +64,7 @@ def run_stages(folder, broken, **environment):
     environment = {"PYTHON": str(folder / "python"), **environment}
     environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "OUT": str(folder / "out")}
     done = run("bash", folder / ".ci/gpu", **environment)
-    seen = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("=== ")]
-    return done, seen
+    return done, [line.split()[1] for line in done.stdout.splitlines() if line.startswith("=== ")]
 
 
 @pytest.mark.parametrize("broken", [None, "tests/test_cuda.py", "racecheck"])

@@ -96,8 +96,7 @@ def _measure(name):
     backend, extra = BACKENDS[name], {}
     torch.set_num_threads(2)
     for case, (algorithm, problem) in CASES.items():
-        linear = isinstance(problem, Linear)
-        tiny = problem._replace(n=2, t=2) if linear else problem._replace(n=2)
+        tiny = problem._replace(n=2, t=2) if isinstance(problem, Linear) else problem._replace(n=2)
         for p in (tiny, problem):  # first what stays: thread pools, BLAS buffers
             operands = p.operands(torch.float32, "integers")
             extra[case] = _extra_bytes(partial(backend.norms, algorithm, *operands, p))
@@ -126,8 +125,7 @@ def _measure_steps(name):
     torch.set_num_threads(1)
     model, x = MODELS[name]()
     extra = {}
-    ways = product(("plain", "fused", "scoring"), (2, 64))  # first what stays, on two samples
-    for way, n in ways:
+    for way, n in product(("plain", "fused", "scoring"), (2, 64)):  # what stays, on two samples
         probe = None if way == "plain" else torchgradx.attach(model, weight_grad=way == "fused")
 
         def step(n=n):

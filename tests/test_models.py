@@ -25,9 +25,8 @@ every_mode = pytest.mark.parametrize("options", ANY, ids=title)
 def without(model, names):
     """The model less what is refused, whose other parameters must be exact."""
     model = copy.deepcopy(model)
-    parameters = dict(model.named_parameters())
     for name in names:
-        parameters[name].requires_grad_(False)
+        model.get_parameter(name).requires_grad_(False)
     return model
 
 
@@ -114,8 +113,7 @@ def test_checkpointed_layers_are_exact(name, options):
     model = row.build()
     if reentrant and row.adapter:
         model.enable_input_require_grads()  # else nothing reaches the adapters
-    kwargs = {"use_reentrant": reentrant}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     batch = row.batch(row.samples[0])
     if reentrant and row.flat:  # exact where the layout is said: below
         assert exact_or_refused(model, row.loss, *batch, **options) is not None

@@ -121,9 +121,8 @@ def test_numerator_and_denominator_are_averaged_apart_and_corrected():
 
 def test_a_state_goes_on_as_if_nothing_had_happened():
     model, one, two = quadratic(), NoiseScale(decay=0.5), NoiseScale()
-    batches = torch.randn(4, 3, 3, dtype=torch.float64)
     with torchgradx.attach(model) as probe:
-        for k, batch in enumerate(batches):
+        for k, batch in enumerate(torch.randn(4, 3, 3, dtype=torch.float64)):
             step(model, probe, one, batch)
             if k > 1:
                 step(model, probe, two, batch)

@@ -15,8 +15,7 @@ def digits():
     """Of which a tenth are labelled at random."""
     x, y = (torch.as_tensor(t) for t in pytest.importorskip("sklearn.datasets").load_digits(
         return_X_y=True))  # fmt: skip
-    wrong = torch.rand(len(y)) < 0.1
-    return x.float() / 16, torch.where(wrong, torch.randint(0, 10, y.shape), y)
+    return x.float() / 16, torch.where(torch.rand(len(y)) < 0.1, torch.randint(0, 10, y.shape), y)
 
 
 def cross_entropy(output, y):

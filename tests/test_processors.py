@@ -68,16 +68,14 @@ def test_a_gram_of_rows_agrees_with_the_oracle(problem, dtype):
     _, t, i, o = problem
     for kind in OPERANDS if t * t * i * o < 2**24 else OPERANDS[1:]:  # of integers exact
         a, b, truth = case(problem, dtype, kind)
-        actual = ops.gram_sq_norms(a, b, True)
-        assert_sq_norms(actual, truth, "gram", dtype, kind)
+        assert_sq_norms(ops.gram_sq_norms(a, b, True), truth, "gram", dtype, kind)
 
 
 def test_what_an_earlier_gram_left_behind_adds_nothing():
     large = torch.full((1, 128, 300), float("nan"))
     ops.gram_sq_norms(large, large, False)
     a, b = torch.randn(3, 5, 7), torch.randn(3, 5, 9)
-    sq_norms = ops.gram_sq_norms(a, b, True)
-    assert_sq_norms(sq_norms, linear_truth(a, b), "gram", torch.float32)
+    assert_sq_norms(ops.gram_sq_norms(a, b, True), linear_truth(a, b), "gram", torch.float32)
 
 
 def test_the_build_is_the_one_asked_for():
@@ -90,8 +88,7 @@ CHOSEN += ["weights_the_gradients"]
 
 @pytest.mark.parametrize("processor", LESSER.get(CAPABILITY, ()))
 def test_the_builds_for_lesser_processors_agree_too(processor):
-    here = Path(__file__).parent
-    chosen = [f"{here}/test_{name}.py" for name in ("processors", "ops", "affine")]
+    chosen = [Path(__file__).with_name(f"test_{n}.py") for n in ("processors", "ops", "affine")]
     which = " or ".join(CHOSEN)
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
     command += ["-k", f"({which}) and not (emulated or reference)"]

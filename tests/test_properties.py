@@ -63,12 +63,10 @@ def test_any_number_of_threads_is_right(backend, problem, count, threads):
     a, b = to(backend, a, b)
     scale = torch.arange(problem.n, dtype=torch.float32, device=backend.device) - 3
     for way in algorithms_of(problem):
-        sq_norms = backend.norms(way, a, b, problem)
-        assert_sq_norms(sq_norms, truth, way, torch.float32, "integers")
+        assert_sq_norms(backend.norms(way, a, b, problem), truth, way, torch.float32, "integers")
     grad_weight, grad_bias, _ = backend.fused(a, b, problem, scale)
     weights = scale.cpu().double()
-    expected = torch.tensordot(weights, truth.weight, dims=1)
-    assert torch.equal(grad_weight.cpu().double(), expected)
+    assert torch.equal(grad_weight.cpu().double(), torch.tensordot(weights, truth.weight, dims=1))
     assert torch.equal(grad_bias.cpu().double(), weights @ truth.bias)
 
 
@@ -96,8 +94,7 @@ def test_squares_below_float32s_range_still_add_up(backend, way):
     a, b = (torch.ones_like(x) for x in problem.operands(torch.float32, "integers"))
     b *= (2.5 * 2.0**-149) ** 0.5 / t
     sq_norms = backend.norms(algorithm, *to(backend, a, b), problem)[0].cpu().double()
-    expected = truth_of(a, b, problem).sq_norms()[0]
-    torch.testing.assert_close(sq_norms, expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(sq_norms, truth_of(a, b, problem).sq_norms()[0], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("exponent", [-70, -64, -50, 60, 64, 70])
@@ -108,8 +105,7 @@ def test_the_squares_of_a_long_row_may_leave_float32s_range(backend, exponent):
     a[1, 0, 300] *= 2.0**exponent
     b = torch.randn(3, 1, 650) * 2.0 ** -max(exponent, 0)
     sq_norms = backend.norms("rank1", *to(backend, a, b))[0].cpu().double()
-    expected = linear_truth(a, b).sq_norms()[0]
-    torch.testing.assert_close(sq_norms, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(sq_norms, linear_truth(a, b).sq_norms()[0], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

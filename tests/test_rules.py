@@ -33,8 +33,7 @@ def test_a_layer_with_a_rule_is_in_the_tests_table_and_on_the_page_of_layers(kin
 
 def test_every_layer_that_the_page_gives_a_kernel_has_a_rule():
     named = re.findall(r"^\| `([\w.]+)` \| (?:C\+\+|closed form)", PAGE, re.MULTILINE)
-    recurrent = {f"nn.{kind.__name__}" for kind in RECURRENT}
-    assert set(named) == {*map(title, RULES), *recurrent}
+    assert set(named) == {*map(title, RULES), *(f"nn.{kind.__name__}" for kind in RECURRENT)}
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)

@@ -24,8 +24,7 @@ def classifier():
 
 
 def pool(n=N):
-    x = torch.randn(n, 5, dtype=torch.float64)
-    return TensorDataset(x, torch.randint(0, C, (n,)))
+    return TensorDataset(torch.randn(n, 5, dtype=torch.float64), torch.randint(0, C, (n,)))
 
 
 def entropy(model, x, y):
@@ -102,9 +101,8 @@ def test_an_empty_pool_has_empty_scores():
     loader = DataLoader(pool(0), 4)
     assert score(classifier(), loader).shape == (0,)
     named = score(classifier(), loader, per="module")
-    assert [(name, column.shape) for name, column in named.items()] == [
-        ("0", (0,)), ("2", (0,)), ("3", (0,))
-    ]  # fmt: skip
+    assert list(named) == ["0", "2", "3"]
+    assert {column.shape for column in named.values()} == {(0,)}
 
 
 def test_the_options_of_attach_and_a_sum_are_heard():
@@ -113,11 +111,9 @@ def test_the_options_of_attach_and_a_sum_are_heard():
     def tenfold(out, y):
         return 10 * F.cross_entropy(out, y, reduction="sum")
 
+    options = {"loss_reduction": "sum", "loss_scale": 10.0}
     for backend in ("auto", "vmap"):
-        got = score(
-            model, DataLoader(data, 4), tenfold, loss_reduction="sum", loss_scale=10.0,
-            backend=backend,
-        )  # fmt: skip
+        got = score(model, DataLoader(data, 4), tenfold, backend=backend, **options)
         close(torch.tensor(got), per_model(loop(model, entropy, *data.tensors)))
 
 

@@ -93,8 +93,7 @@ t.score(t.model(), t.pool(), out={out!r}, per={per!r})
 def test_a_kill_loses_the_batch_in_hand_alone(tmp_path, per):
     """Nothing of Python's runs at its end."""
     out, data = tmp_path / "scores.npz", pool()
-    tests = os.path.dirname(__file__)
-    killed = python("-c", KILLED.format(tests=tests, out=str(out), per=per))
+    killed = python("-c", KILLED.format(tests=os.path.dirname(__file__), out=str(out), per=per))
     assert killed.returncode == 9, killed.stderr
     assert (tmp_path / "scores.npz.partial").exists()
     data.reads = []

@@ -122,16 +122,14 @@ def test_token_means_are_scored_by_the_samples_own():
         model, loader, token_mean, split=split, loss_reduction="sum",
         loss_scale=lambda: torchgradx.token_weights(seen[0]),
     )  # fmt: skip
-    want = per_model(loop(model, lambda m, x, y: token_mean(m(x), y), x, y))
-    close(torch.tensor(got), want)
+    close(torch.tensor(got), per_model(loop(model, lambda m, x, y: token_mean(m(x), y), x, y)))
 
 
 def expected_lengths(model, data, classes=C, of=per_model):
     """By the definition: every class in turn, a sample at a time."""
     x = data.tensors[0]
     by_class = [of(loop(model, entropy, x, torch.full((N,), c))) for c in range(C)]
-    p = model(data.tensors[0]).softmax(1).detach()
-    kept, order = p.sort(1, descending=True)
+    kept, order = model(x).softmax(1).detach().sort(1, descending=True)
     lengths = torch.stack(by_class, 1).gather(1, order)
     return (kept * lengths)[:, :classes].sum(1)
 

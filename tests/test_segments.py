@@ -106,8 +106,7 @@ def test_two_passes_and_no_row_of_a_sample():
     with torchgradx.attach(model, sample_ids=ids_of, batch_size=3, loss_reduction="sum") as probe:
         for _ in range(2):
             b = torch.tensor([0, 2, 2, 0, 0])
-            x = torch.randn(5, D, dtype=DOUBLE)
-            model(x, ids=b, n=3)[b].square().sum().backward()
+            model(torch.randn(5, D, dtype=DOUBLE), ids=b, n=3)[b].square().sum().backward()
         norms = probe.norms(per="parameter")["a.weight"]
     assert norms.shape == (6,)
     assert norms[[1, 4]].tolist() == [0, 0]
@@ -138,8 +137,7 @@ def test_rows_of_very_unequal_samples_are_not_padded():
     with torchgradx.attach(model, sample_ids=ids_of) as probe:
         for _ in range(2):
             b = spread([1] * 30 + [4000])
-            x = torch.randn(len(b), D, dtype=DOUBLE)
-            loss = model(x, ids=b, n=31).square().sum(1).mean()
+            loss = model(torch.randn(len(b), D, dtype=DOUBLE), ids=b, n=31).square().sum(1).mean()
             largest.clear()
             with Sizes():
                 loss.backward()
@@ -207,8 +205,7 @@ def test_convolutions_over_packed_rows_are_refused_by_name():
     model = Model(lambda m, x, ids: m.out(m.conv(x.transpose(1, 2)).transpose(1, 2)),
                   conv=nn.Conv1d(D, 8, 3, padding=1), out=nn.Linear(8, 3))  # fmt: skip
     with torchgradx.attach(model, sample_ids=ids_of) as probe:
-        ids = torch.tensor([[0, 0, 0, 1, 1]])
-        model(torch.randn(1, 5, D), ids=ids).square().mean().backward()
+        model(torch.randn(1, 5, D), ids=torch.tensor([[0, 0, 0, 1, 1]])).square().mean().backward()
         expected = "Conv1d is not served by rows" if ops.NATIVE else "nothing shows which samples"
         refusal(probe, expected)
 

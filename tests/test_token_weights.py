@@ -192,8 +192,7 @@ def test_other_zeros_are_no_cause_to_warn():
     hinge = [(torch.randn(6, 3, dtype=torch.float64), torch.randint(0, 4, (6,)))]
     assert warned(classes, hinge, lambda o, y: F.multi_margin_loss(o * 100, y)) == []
     rectified = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
-    images = [(torch.randn(3, 1, 6, 6), None)]
-    assert warned(rectified, images, lambda o, _: o.sum()) == []
+    assert warned(rectified, [(torch.randn(3, 1, 6, 6), None)], lambda o, _: o.sum()) == []
 
 
 @pytest.mark.parametrize("shape", ["flattened", "sequence first", "image", "beside a loss"])

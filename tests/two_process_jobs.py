@@ -159,8 +159,7 @@ def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
     """Of unequal batches on two ranks: that of one process which weights them as DDP does."""
     single, model = net(), net()
     wrapped = wrap(model) or model
-    data = pool(sum(map(sum, sizes)))
-    x, y = data.tensors
+    x, y = pool(sum(map(sum, sizes))).tensors
     starts = np.cumsum([0, *sizes[0], *sizes[1]])
     parts = [slice(*pair) for pair in itertools.pairwise(starts)]
     mine = [parts[dist.get_rank()], parts[2 + dist.get_rank()]]

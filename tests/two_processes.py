@@ -286,8 +286,7 @@ def scenarios(rank, folder):
     unused = ddp(find_unused_parameters=True)
     for mode in (*few, "norms"):
         for where in inside_or_out:
-            run = partial(clipping, net, ddp(), where, MODES[mode])
-            table[f"clipping, {where}, {mode}"] = run
+            table[f"clipping, {where}, {mode}"] = partial(clipping, net, ddp(), where, MODES[mode])
         if mode != "vmap":
             run = partial(clipping, net, views, "outside", MODES[mode])
             table[f"clipping, buckets as views, {mode}"] = run
