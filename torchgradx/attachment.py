@@ -292,7 +292,7 @@ class Attachment:
         if whole and run and verdicts is None and not self._segments.applies(self._local.ids):
             recalled = self._audit.recall(run, key, trace, found)
         uses = [] if run is None or recalled else [*self._local.inner, *run.uses()]
-        outputs = found if run else []
+        outputs = [] if run is None or recalled else found
         self._recorder.pop()
         self._local.calls.pop()
         inner = run and self._recorder.depth() and self._recorder.current() is run

@@ -52,9 +52,13 @@ class Watched:
     samples: Tensor | None = None  # of each row, if packed: neither n*T+t nor t*N+n
     minor: bool = False  # MINOR is a possible layout
 
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.leads if self.node is None else shape_of(self.node, self.output_nr)
+
     def hides(self, n: int) -> bool:
         """Return True if its features may be the samples, so that rows seem to mix."""
-        return shape_of(self.node, self.output_nr).count(n) > list(self.leads).count(n)
+        return list(self.shape).count(n) > list(self.leads).count(n)
 
 
 @dataclass(frozen=True)

@@ -279,8 +279,8 @@ class SegmentExaminer:
             return SEGMENTS + places[id(owners)]
 
         layouts: list[int | str] = []
-        for (site, sizes, node, _), one in zip(forward.uses, owned, strict=True):
-            layer, shape = self._layers[site], list(sizes)
+        for (site, sizes, node, number), one in zip(forward.uses, owned, strict=True):
+            layer, shape = self._layers[site], list(Watched(node, number, sizes).shape)
             if node is not None and layer.kind not in SERVED:
                 layouts.append(cause("segments_kind", kind=layer.type_name))
             elif one is None and node is not None and node not in forward.graph.parents:
@@ -312,13 +312,13 @@ class SegmentExaminer:
         seeded = [(t, rows.where(rows < run.n, -1)) for t, rows in heads]
         findings = Seeding(seeded, watched, run.n + 1, keep_caches).prove()
         proven = []
-        for k, (_, sizes, _, _) in enumerate(uses):
+        for k, use in enumerate(watched):
             layout = findings[k].layout if findings else None
             is_served = isinstance(layouts[k], int)
             if is_served and findings is None:
                 layouts[k] = "segments_unproven"
             elif is_served and isinstance(layout, str):
-                layouts[k] = cause("segments_mixed", shape=list(sizes))
+                layouts[k] = cause("segments_mixed", shape=list(use.shape))
             elif is_served and layout == NOWHERE:
                 layouts[k] = NOWHERE
             proven.append(is_served and isinstance(layout, int) and layout != NOWHERE)

@@ -176,7 +176,7 @@ class Examiner:
 
     def _refuse(self, exam: _Exam, k: int, layout: int | str | None) -> _UseVerdict:
         """Refuse a use, because its rows mix samples (layout is a cause) or nothing shows them."""
-        n, (site, sizes, _, _) = exam.forward.n, exam.forward.uses[k]
+        n, site = exam.forward.n, exam.forward.uses[k][0]
         if exam.is_constant is None and k not in exam.tables:
             self._forwards.watch_again()  # it may be a table
         if isinstance(layout, str):
@@ -187,7 +187,7 @@ class Examiner:
             reruns = exam.has_python_nodes
             if (reruns or not seedable) and n > 1 and not self._parameters.gathered():
                 why = cause(why, more="reentrant" if reruns else "loss")
-        why = cause(why, shape=list(sizes))
+        why = cause(why, shape=list(exam.watched[k].shape))
         return _UseVerdict(self._sites[site].presumed, True, why, complete)
 
     def _routes(self, forward: Forward, uses: list[Watched], layouts: list[int]) -> list[Any]:
