@@ -29,14 +29,13 @@ CONVOLUTION = "ConvolutionBackward0"
 ADD = "AddBackward0"
 EMBEDDING = "EmbeddingBackward0"
 INDEX_PUT = "IndexPutBackward0"  # x[mask] = values, which are operand 1
+MV = "MvBackward0"  # rows @ vector
 # Products of elementwise nodes, before the sum over the dimensions that an operand is broadcast to.
 ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
     ADD: lambda node, k, g: g * node._saved_alpha if k and node._saved_alpha != 1 else g,
     "SubBackward0": lambda node, k, g: g * -node._saved_alpha if k else g,
     "DivBackward0": lambda node, k, g: (
-        g * -node._saved_self / node._saved_other / node._saved_other
-        if k
-        else g / node._saved_other
+        (g * -node._saved_self / node._saved_other if k else g) / node._saved_other
     ),
     "MulBackward0": lambda node, k, g: g * (node._saved_self if k else node._saved_other),
     "AddcmulBackward0": lambda node, k, g: (
@@ -158,13 +157,7 @@ def makes_in_full(node: Node) -> bool:
 
 
 def in_closed_form(node: Node) -> bool:
-    return is_elementwise(node) or node.name() in {
-        *ROWS,
-        CONVOLUTION,
-        EMBEDDING,
-        INDEX_PUT,
-        "MvBackward0",
-    }
+    return is_elementwise(node) or node.name() in {*ROWS, CONVOLUTION, EMBEDDING, INDEX_PUT, MV}
 
 
 def scales_by_count(node: Node) -> bool:
@@ -234,7 +227,7 @@ def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gra
         product = (ELEMENTWISE.get(name) or _normalisation)(node, operand, g)
     elif name == INDEX_PUT and operand == 1:
         product = _masked_product(node, g)
-    elif name == "MvBackward0" and operand == 1:
+    elif name == MV and operand == 1:
         product = g.unsqueeze(-1) * node._saved_self
     elif name == "AddmmBackward0" and operand == 0:
         product = g if node._saved_beta == 1 else g * node._saved_beta

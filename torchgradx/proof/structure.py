@@ -286,8 +286,8 @@ class Examiner:
         return Seeding(heads, exam.all_watched, exam.forward.n, self._forwards.keep_caches)
 
     def _agrees(self, exam: _Exam, findings: Sequence[Finding]) -> bool | None:
-        """Return False if findings put samples elsewhere than the model's arguments have them, or
-        mix them; None if no use shows where the arguments have them."""
+        """Return False if findings mix samples, or put them elsewhere than the model's arguments or
+        where parameters have rows; None if no use shows where the arguments have them."""
         uses, memory = exam.forward.uses, exam.forward.trace.memory
         anchors, tables = memory.anchors(uses), memory.tables(uses)
         agreements = []

@@ -149,10 +149,10 @@ class Region:
         rows of v @ x.T, where a parameter v has N rows."""
         for node, layout in self.layouts(found, True).items() if self._is_constant else ():
             shape = shape_of(node, 0)
-            dim = {BATCH: -len(shape), SEQUENCE: 1 - len(shape), LAST: -1}.get(layout or BATCH, 0)
+            dims: dict[int | None, int] = {BATCH: -len(shape), SEQUENCE: 1 - len(shape), LAST: -1}
+            dim = dims.get(layout, 0)
             shared = (k for k, (v, _) in enumerate(node.next_functions) if v and self.is_shared(v))
-            is_sized = layout is not None and dim < 0 and shape[dim] == self._n
-            if is_sized and any(_gives(node, k, dim) for k in shared):
+            if dim < 0 and shape[dim] == self._n and any(_gives(node, k, dim) for k in shared):
                 return True
         return False
 
@@ -165,11 +165,13 @@ def _gives(node: Node, operand: int, dim: int) -> bool:
     shape = shape_of(child, number) if child else ()
     if len(shape) < -dim or shape[dim] != shape_of(node, 0)[dim]:
         return False
-    if dim == (-1, -2)[operand] if node.name() in MATRIX_PRODUCTS else not is_elementwise(node):
+    is_product = node.name() in MATRIX_PRODUCTS
+    if is_product and dim == (-1, -2)[operand]:  # that of the other operand
         return False
     while child and not is_leaf(child) and child.name() in VIEWS - {"ExpandBackward0"}:
         child = child.next_functions[0][0]
-    return child is not None and is_leaf(child)
+    is_parameter = child is not None and is_leaf(child)
+    return is_parameter and (is_product or is_elementwise(node))
 
 
 def plan_lift(
