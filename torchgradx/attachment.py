@@ -292,7 +292,6 @@ class Attachment:
         if whole and run and verdicts is None and not self._segments.applies(self._local.ids):
             recalled = self._audit.recall(run, key, trace, found)
         uses = [] if run is None or recalled else [*self._local.inner, *run.uses()]
-        outputs = [] if run is None or recalled else found
         self._recorder.pop()
         self._local.calls.pop()
         inner = run and self._recorder.depth() and self._recorder.current() is run
@@ -307,7 +306,7 @@ class Attachment:
             for node in _nodes_of(out):
                 node.metadata.setdefault("torchgradx", []).append(run)
         arguments = args, kwargs or {}
-        forward = Forward(run, uses, outputs, trace, self._sites)
+        forward = Forward(run, uses, [] if recalled else found, trace, self._sites)
         self._examine(forward, key, recalled, arguments, out)
         if verdicts is None and not run.in_graph:
             self._samples.listen(run, (key[0], *key[2:]), module, arguments, out)

@@ -243,13 +243,12 @@ def _pull_back(
             table.clear()
         for p in live:  # a Function that runs a backward of its own adds to it
             p.grad = None
-        found: Sequence[Tensor | None] = [None] * len(live)
         if any(isinstance(node, Reentrant) for node in Graph(roots).parents):
             torch.autograd.backward(roots, seeds)  # a reentrant checkpoint allows no other
-        else:
-            found = torch.autograd.grad(roots, live, seeds, allow_unused=True)
-        both = ([g for g in (p.grad, g) if g is not None] for p, g in zip(live, found, strict=True))
-        return [sum(parts[1:], parts[0]) if parts else None for parts in both]
+            return [p.grad for p in live]
+        found = torch.autograd.grad(roots, live, seeds, allow_unused=True)
+        return [g if p.grad is None else p.grad if g is None else p.grad + g
+                for p, g in zip(live, found, strict=True)]  # fmt: skip
     finally:
         for table, before in hooks:
             table.update(before)

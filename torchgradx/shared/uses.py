@@ -81,7 +81,8 @@ class Uses:
     def find_reads(self, graph: Graph, called: set[int], beside: Sequence[int]) -> list[int]:
         """Return the uses -1 - p: parameters that are read beside the calls of their modules.
         graph, called: from prune_graph()."""
-        may_run_again = any(map(is_python, graph.parents))  # what left no node, in a checkpoint
+        # What left no node may run again in a checkpoint.
+        may_run_again = None in self.nodes and any(map(is_python, graph.parents))
         used = {place for site, _, node, _ in self._uses if node is not None or may_run_again
                 for place in self._layers[site].parameters}  # fmt: skip
         served = {place for k in beside for place in self.places(k)}
