@@ -116,7 +116,6 @@ class Attachment:
             blocks = filter(may_route, modules.values())
             self._keeping = Keeping(block for block in blocks if block is not root_of(model))
             self._recorder.shields = not self._options["weight_grad"]
-            self._audit.hook_rerun_parameters()
             self._recorder.keeps_tape = self._options["clip"]
             root = root_of(model)
             self._hooks = Hooks(root)
@@ -326,6 +325,7 @@ class Attachment:
         if run.in_graph:
             run.refuse(-1, "graph_and_eager")
         elif self._segments.examine(forward, self._local.ids):
+            self._audit.hear()
             self._audit.forwards.listen(run.layouts)
         elif verdicts is None:
             if run.n == 1 and is_broadcast(self._options, arguments, out):

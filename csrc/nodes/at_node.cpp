@@ -202,8 +202,14 @@ void serve_at(Node& node, std::shared_ptr<Pass> pass, std::shared_ptr<const Stop
 
 void bind_at_node(py::module_& m) {
   py::class_<Terms, std::shared_ptr<Terms>>(m, "Terms").def(py::init<py::object, py::object>());
-  py::class_<Stop, std::shared_ptr<Stop>>(m, "Stop").def(
-      py::init<int64_t, int64_t, bool, std::map<int64_t, std::array<int64_t, 2>>>());
+  using Given = std::tuple<int64_t, int64_t, bool, std::map<int64_t, std::array<int64_t, 2>>>;  // of a Stop
+  py::class_<Trail, std::shared_ptr<Trail>>(m, "Trail")
+      .def(py::init([](std::vector<std::pair<int64_t, bool>> guarded, const std::vector<Given>& stops) {
+        auto trail = std::make_shared<Trail>(Trail{std::move(guarded), {}});
+        for (const auto& [node, station, sequence, leaves] : stops)
+          trail->stops.push_back({node, station, sequence, leaves});
+        return trail;
+      }));
 }
 
 }  // namespace torchgradx

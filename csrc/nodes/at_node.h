@@ -20,6 +20,11 @@ struct Stop {             // a node of a trail whose operands are parameters alo
   std::map<int64_t, std::array<int64_t, 2>> leaves;  // by operand: the parameter, how many edges are counted
 };
 
+struct Trail {
+  std::vector<std::pair<int64_t, bool>> guarded;  // numbers in an Outline; inside, see Pass::guard
+  std::vector<Stop> stops;
+};
+
 bool can_serve(const Node& node, const Stop& stop);  // one of these kinds, that saved nothing through hooks
 void serve_at(Node& node, std::shared_ptr<Pass> pass, std::shared_ptr<const Stop> stop, std::shared_ptr<Terms> terms);
 

@@ -82,11 +82,12 @@ void bind_called(py::module_& m) {
           return py::make_tuple(run, use, node, end.output_nr(), output._version(),
                                 casts ? py::cast(at::autocast::get_autocast_dtype(device)) : py::object(py::none()));
         });
-  m.def("undelivered",  // calls a parameter's hook where `delivered` lacks (backward, place), and in an audit
-        [](const Recorder& recorder, const py::set& delivered, int64_t place, const py::object& hook,
+  m.def("undelivered",  // calls a parameter's hook where `delivered` lacks its place, and in an audit
+        [](const Recorder& recorder, const py::dict& delivered, int64_t place, const py::object& hook,
            const py::object& gradient) -> py::object {
-          const auto key = std::make_pair(torch::autograd::get_current_graph_task_id(), place);
-          return recorder.auditing || !delivered.contains(key) ? hook(gradient) : py::none();
+          const py::int_ task(torch::autograd::get_current_graph_task_id());
+          PyObject* const places = recorder.auditing ? nullptr : PyDict_GetItemWithError(delivered.ptr(), task.ptr());
+          return places && PySet_Contains(places, py::int_(place).ptr()) == 1 ? py::none() : hook(gradient);
         });
 }
 

@@ -4,6 +4,7 @@
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <cstring>
 #include <typeinfo>
@@ -41,27 +42,26 @@ class Outline {
     return static_cast<size_t>(PyBytes_GET_SIZE(other.ptr())) == size &&
            std::memcmp(PyBytes_AS_STRING(other.ptr()), key_.data(), size) == 0;
   }
-  using Stops = std::vector<std::shared_ptr<const Stop>>;
-  std::vector<int64_t> served(const Stops& stops) const {  // the stations that serve() serves
+  std::vector<int64_t> served(const Trail& trail) const {  // the stations that serve() serves
     std::vector<int64_t> found;
-    for (const auto& stop : stops)
-      if (can_serve(*nodes_.at(stop->node), *stop)) found.push_back(stop->station);
+    for (const Stop& stop : trail.stops)
+      if (can_serve(*nodes_.at(stop.node), stop)) found.push_back(stop.station);
     return found;
   }
-  void serve(const std::shared_ptr<Pass>& pass, const Stops& stops, const std::shared_ptr<Terms>& terms) const {
-    for (const auto& stop : stops)
-      if (Node& node = *nodes_.at(stop->node); can_serve(node, *stop)) serve_at(node, pass, stop, terms);
+  void serve(const std::shared_ptr<Pass>& pass, const std::shared_ptr<Trail>& trail,
+             const std::shared_ptr<Terms>& terms) const {
+    for (const Stop& stop : trail->stops)
+      if (Node& node = *nodes_.at(stop.node); can_serve(node, stop)) serve_at(node, pass, {trail, &stop}, terms);
   }
   py::list nodes(const std::vector<int64_t>& numbers) const {
     py::list found;
     for (const int64_t k : numbers) found.append(python_of(nodes_.at(k)));
     return found;
   }
-  void guard(Pass& pass, const std::vector<int64_t>& numbers, const std::vector<bool>& inside,
-             std::vector<int64_t> sites) const {
-    std::vector<NodePtr> those;
-    for (const int64_t k : numbers) those.push_back(nodes_.at(k));
-    pass.guard(those, inside, std::move(sites));
+  void guard(Pass& pass, const Trail& trail, std::vector<int64_t> sites) const {
+    std::vector<std::pair<const Node*, bool>> those;
+    for (const auto& [k, inside] : trail.guarded) those.emplace_back(&*nodes_.at(k), inside);
+    pass.guard(those, std::move(sites));
   }
   py::dict numbers() const {  // of all nodes
     py::dict found;
@@ -121,20 +121,24 @@ template <class Python, class Hooks>
 
 void bind_outline(py::module_& m) {
   m.def("stand", [](const py::list& tables, const py::list& before) {  // whether these dictionaries hold what they did
-    size_t k = 0;
-    for (const py::handle table : tables)
-      for (const auto& [key, value] : py::reinterpret_borrow<py::dict>(table))
-        if (k == before.size() || PyList_GET_ITEM(before.ptr(), k++) != value.ptr()) return false;
-    return k == before.size();
+    for (size_t k = 0; k < tables.size(); ++k) {
+      PyObject* const table = PyList_GET_ITEM(tables.ptr(), k);
+      PyObject* const then = PyList_GET_ITEM(before.ptr(), k);  // a tuple
+      if (PyDict_GET_SIZE(table) != PyTuple_GET_SIZE(then)) return false;
+      PyObject* value = nullptr;
+      for (Py_ssize_t at = 0, i = 0; PyDict_Next(table, &at, nullptr, &value); ++i)
+        if (PyTuple_GET_ITEM(then, i) != value) return false;
+    }
+    return true;
   });
-  m.def("facts", [](const py::list& tables, const py::tuple& keys, const std::vector<Tensor>& tensors) {
+  m.def("facts", [](const py::list& tables, const py::tuple& keys, const py::list& tensors) {
     std::string flags;  // of each dictionary: whether these are true; of each tensor: whether it is trained
     for (const py::handle table : tables)
       for (const py::handle key : keys) {
         PyObject* const found = PyDict_GetItemWithError(table.ptr(), key.ptr());
         flags.push_back(static_cast<char>(found && PyObject_IsTrue(found)));
       }
-    for (const Tensor& t : tensors) flags.push_back(static_cast<char>(t.requires_grad()));
+    for (const py::handle t : tensors) flags.push_back(static_cast<char>(THPVariable_Unpack(t.ptr()).requires_grad()));
     return py::bytes(flags);
   });
   py::class_<Outline>(m, "Outline")

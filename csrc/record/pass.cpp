@@ -213,8 +213,9 @@ void Pass::disclose(const std::vector<int64_t>& parameters) {
   }
 }
 
-void Pass::guard(const std::vector<NodePtr>& nodes, const std::vector<bool>& inside, std::vector<int64_t> sites) {
-  for (size_t k = 0; k < nodes.size(); ++k) guarded_[&*nodes[k]] = {nodes[k]->sequence_nr(), inside[k]};
+void Pass::guard(const std::vector<std::pair<const Node*, bool>>& nodes, std::vector<int64_t> sites) {
+  guarded_.reserve(guarded_.size() + nodes.size());
+  for (const auto& [node, inside] : nodes) guarded_[node] = {node->sequence_nr(), inside};
   guards_ = std::move(sites);
 }
 

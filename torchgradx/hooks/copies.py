@@ -41,17 +41,14 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Hook:
-    """A hook of ours on a module. traced: replaces `function` in a full graph; it returns
-    NotImplemented where the graph may break."""
+    """A hook of ours on a module."""
 
-    def __init__(self, function: Callable[..., Any], traced: Any = None) -> None:
-        self.function, self.traced = function, traced
-        self._run: Callable[..., Any] = Hook._run_eagerly
-        if traced:  # Dynamo limits the compilations of each code object: one for each hook
-            self._run = FunctionType(Hook._run_traced.__code__.replace(), globals())
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
 
+    @untraced
     def __call__(self, *args: Any) -> Any:
-        return self._run(self, *args)
+        return self.function(*args)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         """Return a function that does nothing, for modules that define __deepcopy__ themselves."""
@@ -61,23 +58,34 @@ class Hook:
         """Pickle as None, for models that keep the handle of a hook and so its table of hooks."""
         return type(None), ()
 
-    def _run_traced(self, *args: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            result = self.traced(*args)
-            if result is not NotImplemented:
-                return result
-        return self._run_eagerly(*args)
-
-    @untraced
-    def _run_eagerly(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
-untraced(Hook.__call__, below=False)
 
 # torch.compile breaks its graph here, and under fullgraph=True shows the reason.
-Hook._run_eagerly._torchdynamo_disable = True
-Hook._run_eagerly._torchdynamo_disable_msg = sentence("graph_break")
+Hook.__call__._torchdynamo_disable = True
+Hook.__call__._torchdynamo_disable_msg = sentence("graph_break")
+
+
+class TracedHook(Hook):
+    """A hook that `traced` replaces in a full graph, unless it returns NotImplemented: then the
+    graph may break."""
+
+    def __init__(self, function: Callable[..., Any], traced: Callable[..., Any]) -> None:
+        super().__init__(function)
+        # Dynamo limits the compilations of each code object: one for each hook.
+        self._run = FunctionType(TracedHook._run_traced.__code__.replace(), globals())
+        self._traced = traced
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(self, *args)
+
+    def _run_traced(self, *args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            result = self._traced(*args)
+            if result is not NotImplemented:
+                return result
+        return Hook.__call__(self, *args)
+
+
+untraced(TracedHook.__call__, below=False)
 
 
 def exclude_from_copies(kind: type) -> None:

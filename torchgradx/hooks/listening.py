@@ -7,7 +7,7 @@ lock to read it: `drop_empty_tables` removes it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,31 +21,37 @@ class ParameterHooks:
     """Our hooks on parameters."""
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
-        self.tensors: dict[int, Tensor] = {}  # by id: those with our hooks, or our empty tables
+        self._hooked: dict[
+            int, tuple[Tensor, Any]
+        ] = {}  # by id: a parameter, and its hook's handle
+        self.left: dict[int, Tensor] = {}  # by id: those with our empty tables
 
     def before(self, p: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Register a hook that gets the gradient before the user's own hooks change it."""
+        """Register a hook that gets the gradient before the user's own hooks change it, unless the
+        parameter has one of ours."""
+        if id(p) in self._hooked:
+            return
         handle = p.register_hook(hook)
         hooks: dict[int, Any] = p._backward_hooks  # type: ignore[assignment]
         others = {key: h for key, h in hooks.items() if key != handle.id}
         for key in others:  # torch calls hooks in order of insertion and ignores move_to_end()
             del hooks[key]
         hooks.update(others)
-        self._handles.append(handle)
-        self.tensors[id(p)] = p
+        self._hooked[id(p)] = p, handle
+        self.left.pop(id(p), None)
 
-    def stop(self) -> None:
-        """Remove all hooks, and the empty tables if that is safe now."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def stop(self, lasting: Collection[Tensor] = ()) -> None:
+        """Remove the hooks on all parameters but these, and the empty tables if that is safe."""
+        for key, (p, handle) in list(self._hooked.items()):
+            if p not in lasting:
+                handle.remove()
+                self.left[key] = self._hooked.pop(key)[0]
         self.leave()
 
     def leave(self) -> None:
-        """Remove the empty tables, if no hook of ours is left and no backward runs."""
-        if self.tensors and not self._handles and drop_empty_tables(self.tensors.values()):
-            self.tensors = {}
+        """Remove the empty tables, if no backward runs."""
+        if self.left and drop_empty_tables(self.left.values()):
+            self.left = {}
 
 
 def has_user_hooks(hooks: Any) -> bool:

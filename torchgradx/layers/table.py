@@ -50,13 +50,13 @@ class Parameters:
         self.computed = False  # True: some tensor is not a leaf, but computed from others
         self.altered: list[str] = []  # module options that changed since attach
         self._modules = list(model.modules())
-        self._children = [m._modules for m in self._modules if m._modules]
-        self._childless = [m._modules for m in self._modules if not m._modules]
+        self._children = [m._modules for m in self._modules]
         self._owners = [m._parameters for m in self._modules]
         self._latest, self._first_children = _values(self._owners), _values(self._children)
-        self._lengths = list(map(len, self._owners))
+        self._first_counts, self._has_other_counts = list(map(len, self._latest)), False
         self._states = list(map(vars, self._modules))
-        self._sharded = sharded(self._modules)  # as the latest forward began
+        self._types = list(map(type, self._modules))  # as the latest forward began
+        self._sharded = sharded(self._modules)  # likewise
         self._computed_modes = [m for m in self._modules if "training" not in vars(m)]  # a property
 
     def place(self, name: str) -> int:
@@ -74,20 +74,28 @@ class Parameters:
         if not stand(self._owners, self._latest):
             self._tensors = list(map(self.tensor, range(len(self._slots))))
             self._latest = _values(self._owners)
+            self._has_other_counts = list(map(len, self._latest)) != self._first_counts
             self.computed = not all(p.is_leaf for p in self._tensors)
         return self._tensors
 
     def parts(self) -> list[Tensor]:
         """Return `tensors`, with this process's shard in place of a gathered parameter. A forward
         begins with it, since it looks for sharded modules."""
-        self._sharded = sharded(self._modules)
+        types = list(map(type, self._modules))
+        if types != self._types:
+            self._types, self._sharded = types, sharded(self._modules)
+        if not self._sharded:
+            return self.tensors()
         shards = {id(whole): part for part, whole in parts_and_wholes(self._sharded)}
-        return [shards.get(id(p), p) for p in self.tensors()] if shards else self.tensors()
+        return [shards.get(id(p), p) for p in self.tensors()]
 
     def wholes(self) -> list[Tensor]:
-        """Return `tensors`, with the gathered parameter in place of this process's shard."""
+        """Return the tensors that the latest forward met, with the gathered parameter in place of
+        this process's shard."""
+        if not self._sharded:
+            return self._tensors
         wholes = {id(part): whole for part, whole in parts_and_wholes(self._sharded)}
-        return [wholes.get(id(p), p) for p in self.tensors()] if wholes else self.tensors()
+        return [wholes.get(id(p), p) for p in self.tensors()]
 
     def gathered(self) -> bool:
         """Return True if a backward gathers parameters from several processes."""
@@ -100,12 +108,13 @@ class Parameters:
         return facts(self._states, _MODES, self._tensors), saving, *modes
 
     def changed(self) -> bool:
-        """Return True if modules, parameter counts, ties or options changed since attach."""
-        same = stand(self._children, self._first_children)
-        same = same and list(map(len, self._owners)) == self._lengths
-        if self.altered or any(self._childless) or not same:
+        """Return True if modules, parameter counts, ties or options had changed since attach when
+        `tensors` was last asked."""
+        if self.altered or self._has_other_counts:
             return True
-        now = self.tensors() if self._tied else []
+        if not stand(self._children, self._first_children):
+            return True
+        now = self._tensors
         return any(own.get(key) is not now[place] for own, key, place in self._tied)
 
     def trainable(self) -> list[int]:
@@ -113,8 +122,8 @@ class Parameters:
         return [place for place, p in enumerate(self.tensors()) if p.requires_grad]
 
 
-def _values(tables: Sequence[dict[str, Any]]) -> list[Any]:
-    return [value for table in tables for value in table.values()]
+def _values(tables: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [tuple(table.values()) for table in tables]
 
 
 if NATIVE:
@@ -128,10 +137,10 @@ else:
         own = [bool(table.get(key)) for table in tables for key in keys]
         return bytes([*own, *(t.requires_grad for t in tensors)])
 
-    def stand(tables: Sequence[dict[str, Any]], before: list[Any]) -> bool:
-        """Return True if the dictionaries' values, in order, are the same objects as before."""
-        now = _values(tables)
-        return len(now) == len(before) and all(map(is_, now, before))
+    def stand(tables: Sequence[dict[str, Any]], before: Sequence[tuple[Any, ...]]) -> bool:
+        """Return True if each dictionary's values, in order, are the same objects as before."""
+        both = list(zip(_values(tables), before, strict=True))
+        return all(len(now) == len(then) and all(map(is_, now, then)) for now, then in both)
 
 
 def find_layers(

@@ -65,22 +65,29 @@ class Audit:
         self._latest: Verdict | None = None
         self._lock = threading.RLock()  # for _pending, _midway and the hooks
         self._midway: set[int] = set()  # tasks that had begun when the comparison started
-        self._hooks, self._lasting_hooks = ParameterHooks(), ParameterHooks()
-        self._hooked_tensors = WeakIdKeyDictionary()  # tensors with lasting hooks
+        self._hooks = ParameterHooks()
+        self._lasting = WeakIdKeyDictionary()  # tensors hooked until the probe is removed
         self._deferred: set[int] = set()  # places, see defer()
         self._to_compare: dict[tuple[int, int], Tensor] = {}  # gradients, by task and place
         self._without_pass: set[tuple[int, int]] = set()  # the same keys, before a pass is reached
         rerun = [set(layer.parameters) for layer in self._layers if layer.kind == "vmap"]
         native = [set(layer.parameters) for layer in self._layers if layer.kind != "vmap"]
         # Places compared in every backward: no edge counts the uses inside a module that reruns.
-        self.always = set().union(*rerun).difference(*native)
+        places = set().union(*rerun).difference(*native)
+        self.always = {p for p in places if self._parameters.tensors()[p].is_leaf}
+        self._unheard = set(self.always)  # those without hook so far
         self._muted: dict[int, tuple[dict[int, Any], int]] = {}  # by place: user hooks, task
 
     # Forward
 
     def start_forward(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
         """Begin the trace of a forward, and watch it if its pass will need a new verdict."""
-        if self._latest is not None and self._latest.has_expired(self._parameters.tensors()):
+        latest = self._latest
+        if (
+            latest
+            and latest.zeros_version is not None
+            and latest.has_expired(self._parameters.tensors())
+        ):
             self.forwards.watch_again()
         self.forwards.start(n, model, arguments, batch_dim)
 
@@ -121,8 +128,7 @@ class Audit:
                 return
             verdict, match = recalled
             verdict.apply(run)
-            if match:
-                self._lift.begin(run, match, self.forwards.first)
+            self._begin(run, match)
         except CoverageError:  # the user's backward would fail
             raise
         except Exception as error:
@@ -157,9 +163,13 @@ class Audit:
         forward.place_segments()
         if self._parameters.gathered():
             self._hook_sharded(run, verdict.sites)
-        match = match_plan(verdict.plan)
+        self._begin(run, match_plan(verdict.plan))
+
+    def _begin(self, run: Pass, match: Match | None) -> None:
+        """Serve what is lifted in a pass, and listen to what is not."""
         if match:
             self._lift.begin(run, match, self.forwards.first)
+        self.hear(match.counted if match else ())
 
     def _cached(self, key: Any) -> list[Verdict]:
         pending = [entry.verdict for entry in self._pending if key in entry.keys]
@@ -217,31 +227,31 @@ class Audit:
 
     def deliver(self, places: Iterable[int]) -> None:
         """Note that this backward counts every edge into these parameters: no sum is compared."""
-        task = torch._C._current_graph_task_id()
-        self._lift.delivered.update((task, place) for place in places)
+        self._lift.delivered.setdefault(torch._C._current_graph_task_id(), set()).update(places)
 
-    def hook_rerun_parameters(self) -> None:
-        """Hook, until the probe is removed, the parameters that are always compared."""
-        self.always &= self._hook_each(self.always)
+    def hear(self, counted: Iterable[int] = ()) -> None:
+        """Hook, until the probe is removed, the parameters that are always compared, but for those
+        whose edges a forward counts."""
+        if rest := self._unheard.difference(counted):
+            with self._lock:
+                self._unheard -= self._hook_each(rest, lasts=True)
 
-    def _hook_each(self, places: Iterable[int]) -> set[int]:
+    def _hook_each(self, places: Iterable[int], lasts: bool) -> set[int]:
         """Hook the trainable leaves among these parameters, and return their places."""
         tensors = self._parameters.wholes()
         leaves = {place for place in places if (p := tensors[place]).requires_grad and p.is_leaf}
         for place in leaves:
-            self._hook(place, tensors[place])
+            self._hook(place, tensors[place], lasts)
         return leaves
 
-    def _hook(self, place: int, p: Tensor) -> None:
+    def _hook(self, place: int, p: Tensor, lasts: bool) -> None:
         """Have _received called with each gradient of a tensor."""
         hook = partial(self._received, place)
         if NATIVE:  # calls Python only where a gradient is to be compared
             hook = partial(_C.undelivered, self._recorder, self._lift.delivered, place, hook)
-        if place in self.always:
-            self._lasting_hooks.before(p, hook)
-            self._hooked_tensors[p] = place
-        else:
-            self._hooks.before(p, hook)
+        self._hooks.before(p, hook)
+        if lasts:
+            self._lasting[p] = place
 
     def _hook_sharded(self, run: Pass, sites: Sequence[int]) -> None:
         """Hook the tensors that fully_shard makes in the first forward and computes with, and have
@@ -252,8 +262,8 @@ class Audit:
             if place not in called:
                 run.expect(place, both[1])
             for p in both:
-                if place in self.always and p.requires_grad and p not in self._hooked_tensors:
-                    self._hook(place, p)
+                if place in self.always and p.requires_grad:
+                    self._hook(place, p, lasts=True)
 
     def places_with_user_hooks(self) -> list[int]:
         """Return parameters with user hooks, which get a gradient even if only norms are wanted."""
@@ -269,13 +279,13 @@ class Audit:
                 self._recorder.auditing = True
                 self._midway = {*self._backwards.open} - {torch._C._current_graph_task_id()}
             if not NATIVE:
-                self._hooks.stop()  # other parameters may be trained now
-            self._hook_each(set(range(len(self._parameters.names))) - self.always)
+                self._hooks.stop(self._lasting)  # other parameters may be trained now
+            self._hook_each(range(len(self._parameters.names)), lasts=False)
 
     @untraced
     def _received(self, place: int, gradient: Tensor | None) -> None:
         key = torch._C._current_graph_task_id(), place
-        always = place in self.always and key not in self._lift.delivered
+        always = place in self.always and place not in self._lift.delivered.get(key[0], ())
         with self._lock:
             whole = self._recorder.auditing and key[0] not in self._midway
         if gradient is None or in_batched_backward() or not (always or whole):
@@ -303,10 +313,12 @@ class Audit:
         if self._without_pass or self._muted or self._to_compare:
             self._clean_up(tasks, done)
         if done and self.always:  # a module that reruns may use other weights than its forward did
-            left = {key for key in self._recorder.untaken(tasks) if key not in delivered}
+            untaken = self._recorder.untaken(tasks)
+            left = {key for key in untaken if key[1] not in delivered.get(key[0], ())}
             tensors = self._parameters.wholes() if left else []
-            self._record.mismatched |= {k for k in left if tensors[k[1]] in self._hooked_tensors}
-        delivered -= {key for key in list(delivered) if key[0] in tasks}
+            self._record.mismatched |= {k for k in left if tensors[k[1]] in self._lasting}
+        for task in tasks:
+            delivered.pop(task, None)
 
     def _clean_up(self, tasks: Sequence[int], done: bool) -> None:
         """Put muted hooks back, and compare the gradients that are left."""
@@ -348,7 +360,7 @@ class Audit:
     @property
     def is_unsettled(self) -> bool:
         """Return True if settle() has something to do."""
-        return bool(self._pending or self._recorder.auditing or self._hooks.tensors or self.always)
+        return bool(self._pending or self._recorder.auditing or self._hooks.left)
 
     def settle(self) -> None:
         """Cache the pending verdicts whose backward has ended and agreed."""
@@ -372,17 +384,17 @@ class Audit:
             if len(waiting) > MAX_PENDING:
                 self.forwards.watch_again()
             # Without the extension no edges are counted: every backward is compared.
-            if NATIVE and not self._pending and (self._recorder.auditing or self.always):
+            if NATIVE and not self._pending and self._recorder.auditing:
                 self._stop_comparing()
             self._hooks.leave()  # if a backward kept it from that
 
     def _stop_comparing(self) -> None:
         self._recorder.auditing = False
-        self._hooks.stop()
+        self._hooks.stop(self._lasting)
 
     def stop(self) -> None:
         """Remove all hooks, and drop what is pending."""
         self._pending = []
         self.forwards.stop()
+        self._lasting.clear()
         self._stop_comparing()
-        self._lasting_hooks.stop()

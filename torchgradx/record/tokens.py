@@ -98,6 +98,8 @@ class TokenWatch:
     def watch(self, outputs: Sequence[Tensor], n: int) -> None:
         """Look at the gradients that a forward's outputs will receive."""
         for tensor in outputs if n > 1 else ():
+            if tensor.device.type != "cpu" and self._reads & (self._reads - 1):
+                continue  # reading a gradient takes time there: only after 0, 1, 2, 4, 8, ... reads
             node, dim = tensor.grad_fn, self._sample_dim(tensor, n)
             if node is not None and dim is not None and not node.name().startswith(RECTIFIERS):
                 # Not a hook on the tensor, which the user would see.
@@ -130,8 +132,6 @@ class TokenWatch:
                 if not bool(zero.any()):
                     return
                 zero[zero.clone()] = (grad[zero] == 0).all(-1)
-            elif self._reads & (self._reads - 1):
-                return  # reading all of a gradient takes time: only after 0, 1, 2, 4, 8, ... reads
             else:
                 zero = (grad == 0).all(-1)
             counts = zero.movedim(dim, 0).flatten(1).sum(1)

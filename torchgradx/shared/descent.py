@@ -7,7 +7,6 @@ backward() nothing raises: what fails is refused, and raised by the call that re
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -43,17 +42,14 @@ class Descent:
         self._run, self._lift, self._refuse = run, lift, refuse
         self._recorder, self._tensors = lift.recorder, parameters.wholes()
         self._hooked_keys, self._leaves = match.hooked_keys, match.leaves
+        self._counted = match.counted
         self._task, self._is_final, self._keeps_tape, self._rounding = -1, True, False, 0.0
         self._received: dict[tuple[int, int], Gradients] = {}  # by key of the node, and output
         self._ready: list[tuple[Leaf, Any, bool]] = []  # its gradients; True: their squared norms
         # If the extension guards the path, only a user's hook can change a gradient on it.
         self._is_guarded, self._compares = match.trail is not None, True
-        uses: Counter[int] = Counter()
-        for leaf in match.leaves:
-            if not leaf.is_alone:
-                uses[leaf.place] += 1
-                if uses[leaf.place] > leaf.calls:  # the sum over the uses waits for this one too
-                    run.expect(leaf.place, self._tensors[leaf.place])
+        for place in match.expected:  # the sum over its uses waits for these too
+            run.expect(place, self._tensors[place])
         for node, station in (match.stations or {}).items():
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:
@@ -63,7 +59,7 @@ class Descent:
         """Let the extension serve the frontier nodes whose operands are all parameters.
         It does so in backwards that need squared norms, and per-sample gradients for clipping."""
         self._stations = trail.stations
-        outline.serve(self._run, trail.stops, _C.Terms(self._wants, self._serve_here))
+        outline.serve(self._run, trail.native, _C.Terms(self._wants, self._serve_here))
 
     @untraced
     def _wants(self) -> int:
@@ -122,8 +118,7 @@ class Descent:
         hears = (self._lift.hears(leaf) for leaf in self._leaves if not leaf.edges)
         self._compares = not self._is_guarded or self._recorder.auditing or any(hears)
         if self._counts:
-            counted = (leaf.place for leaf in self._leaves if leaf.edges)
-            self._lift.delivered.update((self._task, place) for place in counted)
+            self._lift.delivered.setdefault(task, set()).update(self._counted)
 
     def _compare(
         self, station: Station, node: Node, incoming: Grads, grads: Sequence[Gradients | None]

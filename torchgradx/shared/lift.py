@@ -6,6 +6,7 @@ module reads beside its children, since to run such a module again would run all
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from math import prod
@@ -48,8 +49,9 @@ class Lift:
         """hears: whether the gradient of the parameter at a place will be compared."""
         self.recorder, self._parameters, self._layers, options, self._sites, _ = shared
         self._hears_place, self.norms_only = hears, not options["weight_grad"]
-        # (backward, place) of parameters whose every edge was counted. Hooks hold this set.
-        self.delivered: set[tuple[int, int]] = set()
+        # By backward: places of parameters whose every edge was counted. Hooks hold this table.
+        self.delivered: dict[int, set[int]] = {}
+        self._noted: Sequence[int] = ()  # sites of the latest match
 
     def start(self, forward: Any, tables: set[int], is_constant: IsConstant | None) -> Start:
         """Find the uses that may have to be lifted. tables: see Start. is_constant: see Region."""
@@ -140,12 +142,9 @@ class Lift:
     def begin(self, run: Pass, match: Match, first: int) -> None:
         """Put hooks on the frontier and below it.
         first: the sequence number of the first node that the forward made."""
-        lifted = match.lifted  # hooks must not own `match`, whose outline owns the graph
-
-        def refuse(where: Any, why: str) -> None:
-            for site in lifted:
-                where.refuse(site, why)
-
+        refuse = partial(
+            _refuse, match.lifted
+        )  # it must not own `match`, whose outline owns the graph
         run.enclose(match.uncounted, first)
         if match.counted:
             run.disclose(match.counted)
@@ -155,13 +154,14 @@ class Lift:
         if match.mute:
             refuse(run, cause("node_twice", node=match.mute[0]))
             return
-        for site in lifted:
-            layer = self._layers[site]
-            in_full = not match.in_full.isdisjoint(layer.parameters)
-            layer.notes["lifted"] = IN_FULL if in_full else None
+        if match.lifted is not self._noted:
+            self._noted = match.lifted
+            for layer in map(self._layers.__getitem__, match.lifted):
+                in_full = not match.in_full.isdisjoint(layer.parameters)
+                layer.notes["lifted"] = IN_FULL if in_full else None
         descent = Descent(run, match, self, self._parameters, partial(refuse, self.recorder))
         if match.trail is not None:
-            match.outline.guard(run, match.trail.guarded, match.trail.inside, lifted)
+            match.outline.guard(run, match.trail.native, match.lifted)
             if run.n:
                 descent.serve(match.outline, match.trail)
 
@@ -213,7 +213,19 @@ def _climb(n: int, plan: LiftPlan, uses: Uses) -> tuple[Match, Path | None]:
     below = ((node, s) for node, s in path.stations.items() if s.layout is None)
     made = [s for node, s in below if products.makes_in_full(node)]
     in_full = frozenset(leaf.place for s in made for leaf in s.leaves.values())
-    return Match(lifted, uncounted, {}, same, ends, shapes, leaves, sorted(counted), in_full), path
+    met: Counter[int] = Counter()
+    expected = []
+    for leaf in leaves:
+        if not leaf.is_alone:
+            met[leaf.place] += 1
+            expected += [leaf.place] * (met[leaf.place] > leaf.calls)
+    facts = same, ends, shapes, leaves, sorted(counted), expected, in_full
+    return Match(lifted, uncounted, {}, *facts), path
+
+
+def _refuse(sites: Sequence[int], where: Any, why: str) -> None:
+    for site in sites:
+        where.refuse(site, why)
 
 
 def _recall(plan: LiftPlan, outline: Any) -> Match | None:
@@ -228,7 +240,7 @@ def _recall(plan: LiftPlan, outline: Any) -> Match | None:
 def _place(n: int, match: Match, outline: Any) -> Match:
     """Find the nodes of a trail in this graph, of stations that the extension does not serve."""
     trail: Any = match.trail
-    served = set(outline.served(trail.stops)) if n else set()
+    served = outline.served(trail.native) if n else []
     match = match._replace(outline=outline)
     if len(served) == len(trail.nodes):
         return match

@@ -52,10 +52,8 @@ class Trail(NamedTuple):
 
     nodes: list[int]
     stations: list[Station]
-    guarded: list[int]
-    inside: list[bool]
     links: list[int]
-    stops: list[Any]  # stations that the extension may serve (csrc/nodes/at_node.cpp)
+    native: Any  # what is guarded, and what the extension may serve (csrc/nodes/at_node.cpp)
 
     @staticmethod
     def of(path: Path, numbers: dict[Node, int]) -> Trail:
@@ -65,14 +63,13 @@ class Trail(NamedTuple):
             leaves = {j: (leaf.place, leaf.edges) for j, leaf in s.leaves.items() if leaf.is_alone}
             is_plain = s.layout in (BATCH, SEQUENCE) and not s.inward
             if is_plain and len(leaves) == len(s.leaves) and all(n for _, n in leaves.values()):
-                stops.append(_C.Stop(numbers[node], k, s.layout == SEQUENCE, leaves))
+                stops.append((numbers[node], k, s.layout == SEQUENCE, leaves))
+        guarded = [(numbers[node], is_inside) for node, is_inside in path.guarded.items()]
         return Trail(
             [numbers[node] for node in path.stations],
             [*path.stations.values()],
-            [numbers[node] for node in path.guarded],
-            [*path.guarded.values()],
             [numbers[node] for node in path.links],
-            stops,
+            _C.Trail(guarded, stops),
         )
 
 
@@ -88,6 +85,7 @@ class Match(NamedTuple):
     shapes: tuple[Shape | None, ...] = ()  # of these outputs in this pass
     leaves: Sequence[Leaf] = ()  # all that are served
     counted: Sequence[int] = ()  # the parameters of leaves whose edges count
+    expected: Sequence[int] = ()  # parameters of which more uses come than their modules' calls
     in_full: frozenset[int] = frozenset()  # parameters whose gradients are made as [N, *shape]
     mute: tuple[str, ...] = ()  # names of nodes that cannot be asked, because of saved hooks
     hooked_keys: frozenset[int] = frozenset()  # of stations that saved through hooks

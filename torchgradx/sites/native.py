@@ -19,7 +19,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..extension import _C, Recorder
 from ..graph.layout import BATCH, SECOND, SEQUENCE
-from ..hooks.copies import Hook, exclude_from_copies, include_in_copies, stock_of, untraced
+from ..hooks.copies import (
+    Hook,
+    TracedHook,
+    exclude_from_copies,
+    include_in_copies,
+    stock_of,
+    untraced,
+)
 from ..layers.rules import Layer, rule_named
 from ..layers.table import Parameters, declared_layout, owns_backward
 from ..plan.gpu import gpu_of
@@ -84,8 +91,9 @@ class Hooks:
         exclude_from_copies(self._kind)
 
     def add(self, register: Any, function: Any, traced: Any = None, **options: Any) -> None:
-        """Register a hook by one of the module's methods. traced: see Hook."""
-        self._handles.append(register(Hook(function, traced), **options))
+        """Register a hook by one of the module's methods. traced: see TracedHook."""
+        hook = TracedHook(function, traced) if traced else Hook(function)
+        self._handles.append(register(hook, **options))
 
     def remove(self) -> None:
         for handle in self._handles:

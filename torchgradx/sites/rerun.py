@@ -91,14 +91,15 @@ class FallbackSite(Delivery):
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._call
-        trained = {} if self._was_lifted else self._trained(module)
-        is_plain = trained and not torch._C._are_functorch_transforms_active()
-        given = tensors_in((args, kwargs)) if is_plain else ()
-        call.versions = {id(t): t._version for t in given if not t.is_inference()}
-        p = next(iter(trained.values()), None)
-        call.regime = None if p is None else Regime.current(p.device, may_draw(module))
         if not self._has_maker:
-            self._note_first_node()
+            call.first = torch.autograd._get_sequence_nr()
+        call.versions, call.regime = {}, None
+        if self._was_lifted or not (trained := self._trained(module)):
+            return  # nothing is saved
+        if not torch._C._are_functorch_transforms_active():
+            given = tensors_in((args, kwargs))
+            call.versions = {id(t): t._version for t in given if not t.is_inference()}
+        call.regime = Regime.current(next(iter(trained.values())).device, may_draw(module))
 
     def _note_first_node(self, *_: Any) -> None:
         self._call.first = torch.autograd._get_sequence_nr()
