@@ -18,7 +18,7 @@ namespace {
 namespace generated = torch::autograd::generated;
 using torch::autograd::variable_list;
 
-// For affine_sq_norms: [N, T, G, K] twice, [N or 1, T or 1, G] twice.
+// For affine_sq_norms: [N, T, G, K] twice, [N or 1, T or 1, G] twice. Of a sum, no input.
 struct Arranged {
   Tensor input, grad;
   std::optional<Tensor> mean, rstd;
@@ -73,23 +73,25 @@ std::optional<Arranged> batch_norm(generated::NativeBatchNormBackward0& node, co
                   (var.to(wide) + node.eps).rsqrt_().view({1, 1, -1})};
 }
 
-// weight: which operand it is, 0 or 1. Dimensions that it is broadcast over come first.
-std::optional<Arranged> product(generated::MulBackward0& node, int64_t weight, const Tensor& g, int64_t n,
-                                bool sequence) {
-  const Tensor x = (weight ? node.self_ : node.other_).unpack();
-  const auto& edge = node.next_edge(weight);
+// What a parameter multiplies (nothing: it is added), and the gradient. operand: which one the parameter is, 0 or 1.
+// Dimensions that it is broadcast over come first.
+std::optional<Arranged> broadcast(const Node& node, int64_t operand, const Tensor& x, const Tensor& g, int64_t n,
+                                  bool sequence) {
+  const auto& edge = node.next_edge(operand);
   const auto shape = edge.function->input_metadata(edge.input_nr).shape_as_dim_vector();
-  if (!x.defined() || x.sizes() != g.sizes() || g.is_complex()) return std::nullopt;
-  const bool last = shape.size() == 1 && x.dim() > 1 && shape[0] == x.size(-1);
-  if (last && !sequence && x.size(0) > 0 && x.size(0) % n == 0)  // as most: a view is enough
-    return Arranged{x.reshape({n, -1, 1, x.size(-1)}), g.reshape({n, -1, 1, x.size(-1)}), {}, {}};
+  const bool last = shape.size() == 1 && g.dim() > 1 && shape[0] == g.size(-1);
+  const auto rows_of = [](const Tensor& t, const auto& arranged) { return t.defined() ? arranged(t) : t; };
+  if (last && !sequence && g.size(0) > 0 && g.size(0) % n == 0) {  // as most: a view is enough
+    const auto viewed = [&](const Tensor& t) { return t.reshape({n, -1, 1, t.size(-1)}); };
+    return Arranged{rows_of(x, viewed), viewed(g), {}, {}};
+  }
   const auto by_sample = [&](const Tensor& t) {  // [N, *what the node would get for one sample]
     if (t.size(0) == 1 && n > 1)
       return sequence ? t[0].unflatten(0, {-1, n}).movedim(1, 0) : t[0].unflatten(0, {n, -1});
     if (!sequence) return t.unflatten(0, {n, -1});
     return t.dim() > 1 && t.size(1) == n ? t.movedim(1, 0) : t.unflatten(0, {-1, n}).movedim(1, 0);
   };
-  const Tensor rows = by_sample(x);
+  const Tensor rows = by_sample(g);
   const int64_t lead = rows.dim() - static_cast<int64_t>(shape.size());
   if (lead < 1) return std::nullopt;
   std::vector<int64_t> order = {0}, features;
@@ -101,22 +103,42 @@ std::optional<Arranged> product(generated::MulBackward0& node, int64_t weight, c
     k *= size;
   }
   order.insert(order.end(), features.begin(), features.end());
-  const auto arranged = [&](const Tensor& t) { return t.permute(order).reshape({n, -1, 1, k}); };
-  return Arranged{arranged(rows), arranged(by_sample(g)), {}, {}};
+  const auto arranged = [&](const Tensor& t) { return by_sample(t).permute(order).reshape({n, -1, 1, k}); };
+  return Arranged{rows_of(x, arranged), arranged(g), {}, {}};
+}
+
+std::optional<Arranged> product(generated::MulBackward0& node, int64_t weight, const Tensor& g, int64_t n,
+                                bool sequence) {
+  const Tensor x = (weight ? node.self_ : node.other_).unpack();
+  if (!x.defined() || x.sizes() != g.sizes()) return std::nullopt;
+  return broadcast(node, weight, x, g, n, sequence);
 }
 
 std::optional<Arranged> operands_of(Node& node, int64_t weight, const Tensor& g, int64_t n, bool sequence) {
+  if (g.is_complex()) return std::nullopt;
   if (auto* of = dynamic_cast<generated::NativeLayerNormBackward0*>(&node)) return layer_norm(*of, g, n, sequence);
   if (auto* of = dynamic_cast<generated::FusedRmsNormBackward0*>(&node)) return rms_norm(*of, g, n, sequence);
   if (auto* of = dynamic_cast<generated::NativeGroupNormBackward0*>(&node)) return group_norm(*of, g, n, sequence);
   if (auto* of = dynamic_cast<generated::NativeBatchNormBackward0*>(&node)) return batch_norm(*of, g, n, sequence);
   if (auto* of = dynamic_cast<generated::MulBackward0*>(&node)) return product(*of, weight, g, n, sequence);
+  if (dynamic_cast<generated::AddBackward0*>(&node)) return broadcast(node, weight, {}, g, n, sequence);
   return std::nullopt;
 }
 
 template <class... Saved>
 bool unhooked(const Saved&... saved) {  // not saved through hooks, which may give it out once
   return !(saved.has_hooks() || ...);
+}
+
+// Squared norms [1 or 2, N]; and for clipping gradients [1 or 2, N, P, C].
+std::pair<Tensor, Tensor> answers(const Arranged& arranged, bool bias, bool clips) {
+  const auto& [input, grad, mean, rstd] = arranged;
+  if (!input.defined())
+    return {bias_sq_norms(grad.squeeze(2)).unsqueeze(0),
+            clips ? grad.sum(1, false, wide_of(grad)).unsqueeze(0) : Tensor()};
+  if (!clips) return {affine_sq_norms(input.detach(), grad, mean, rstd, bias), Tensor()};
+  const auto made = affine_by_sample(input.detach(), grad, std::nullopt, mean, rstd, /*frozen=*/false, bias);
+  return {std::get<1>(made), std::get<2>(made)};
 }
 
 class AtNode : public torch::autograd::FunctionPreHook {
@@ -155,16 +177,11 @@ class AtNode : public torch::autograd::FunctionPreHook {
       return false;
     }
     if (!found) return false;
-    if (!found->rstd) found->input = found->input.to(g.scalar_type());  // a product's, of a wider weight
-    if (found->input.scalar_type() != g.scalar_type()) return false;
+    Tensor& input = found->input;
+    if (input.defined() && !found->rstd) input = input.to(g.scalar_type());  // a product's, of a wider weight
+    if (input.defined() && input.scalar_type() != g.scalar_type()) return false;
     if (found->rstd && found->rstd->scalar_type() != wide_of(g)) return false;  // rounded otherwise, under autocast
-    const auto& [input, grad, mean, rstd] = *found;
-    Tensor sq_norms, gradients;  // [1 or 2, N], [1 or 2, N, P, C]
-    if (terms_->wants == Terms::kSquares)
-      sq_norms = affine_sq_norms(input.detach(), grad, mean, rstd, bias);
-    else
-      std::tie(std::ignore, sq_norms, gradients) =
-          affine_by_sample(input.detach(), grad, std::nullopt, mean, rstd, /*frozen=*/false, bias);
+    const auto [sq_norms, gradients] = answers(*found, bias, terms_->wants == Terms::kGradients);
     int64_t row = -1;
     for (const auto& [operand, leaf] : leaves) {
       const auto [place, counted] = leaf;
@@ -184,6 +201,8 @@ bool can_serve(const Node& node, const Stop& stop) {
   const auto whole = [&] { return stop.leaves.count(1) && stop.leaves.size() == 1 + stop.leaves.count(2); };
   if (auto* of = dynamic_cast<const generated::MulBackward0*>(&node))
     return stop.leaves.size() == 1 && unhooked(of->self_, of->other_);
+  if (auto* of = dynamic_cast<const generated::AddBackward0*>(&node))
+    return stop.leaves.size() == 1 && (stop.leaves.count(0) || of->alpha.equal(1));
   if (auto* of = dynamic_cast<const generated::NativeLayerNormBackward0*>(&node))
     return whole() && unhooked(of->input_, of->weight_, of->result1_, of->result2_);
   if (auto* of = dynamic_cast<const generated::FusedRmsNormBackward0*>(&node))
