@@ -115,7 +115,14 @@ void bind_pass(py::module_& m) {
       .def(py::init<const Tensor&, const std::optional<Tensor>&, const Tensor&,
                     const std::vector<std::pair<int64_t, int64_t>>&>(),
            py::arg("owners"), py::arg("order"), py::arg("samples"), py::arg("runs"))
-      .def_readonly("owners", &Segments::owners);
+      .def_readonly("owners", &Segments::owners)
+      .def_readonly("samples", &Segments::samples)
+      .def("sq_norms", [](const Segments& segments, const Tensor& activations, const Tensor& grad_output,
+                          const std::vector<int64_t>& algorithms) {
+        std::vector<Algorithm> by_run;
+        for (const int64_t code : algorithms) by_run.push_back(static_cast<Algorithm>(code));
+        return segments.sq_norms(activations, grad_output, by_run);
+      });
   py::class_<Pass::State>(m, "State");
   py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass")
       .def(py::init<std::shared_ptr<Recorder>, int64_t, const std::vector<Tensor>&>())

@@ -114,6 +114,10 @@ class Segments:
     """Rows of a use that are not n*T+t."""
 
     owners: Tensor  # [rows]: the sample of each, N where it is of none
+    samples: Tensor  # those that have rows, by run
+    def sq_norms(
+        self, activations: Tensor, grad_output: Tensor, algorithms: Sequence[int]
+    ) -> Tensor: ...
     def __init__(
         self,
         owners: Tensor,

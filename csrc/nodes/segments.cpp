@@ -53,6 +53,24 @@ Tensor Segments::by_sample(const Tensor& flat, int64_t n) const {
   return at::zeros(sizes, wide.options()).index_add_(0, owners, wide).narrow(0, 0, n);
 }
 
+Tensor Segments::sq_norms(const Tensor& activations, const Tensor& grad_output,
+                          const std::vector<Algorithm>& algorithms) const {
+  const Tensor a = sorted(activations).narrow(0, 0, owned()), b = sorted(grad_output).narrow(0, 0, owned());
+  if (runs.size() > 1)
+    if (const auto made = segments_fused(a, b, starts, longest, /*weight=*/false, /*bias=*/false); !made.empty())
+      return made.front()[0];
+  std::vector<Tensor> found;
+  for (size_t k = 0; k < runs.size(); ++k) {
+    const auto& [first, count, length, samples] = runs[k];
+    const auto of_run = [&](const Tensor& t) { return t.narrow(0, first, count * length).view({count, length, -1}); };
+    const auto of = algorithms[k] == Algorithm::kRank1  ? rank1_sq_norms
+                    : algorithms[k] == Algorithm::kGram ? gram_sq_norms
+                                                        : direct_sq_norms;
+    found.push_back(of(of_run(a), of_run(b), /*bias=*/false)[0]);
+  }
+  return at::cat(found);
+}
+
 FlatUse FlatUse::narrowed(int64_t first, int64_t count) const {
   const auto part = [&](const Tensor& t) { return t.defined() ? t.narrow(0, first, count) : t; };
   return {{part(saved.input), part(saved.mean), part(saved.rstd)}, part(grad_output)};

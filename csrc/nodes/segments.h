@@ -35,6 +35,8 @@ struct Segments {
   Tensor sorted(const Tensor& flat) const;
   // [N, *]: sums over the rows [rows, *] of each sample.
   Tensor by_sample(const Tensor& flat, int64_t n) const;
+  // [samples]: the squared norms of sums of outer products, of rows [rows, *]; an algorithm for each run.
+  Tensor sq_norms(const Tensor& activations, const Tensor& grad_output, const std::vector<Algorithm>& algorithms) const;
 };
 
 // What a use saved, and its output's gradient, row by row.

@@ -5,13 +5,18 @@ A pair is a sample n and a matrix e, with the number n*E + e.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..graph.owners import segments_from
+from ..plan.cost import CODES, plan, rounded
+from ..plan.gpu import Problem, gpu_of
 from ..reference.chunks import accumulation_dtype
 from .by_sample import Factored
 from .outer import Outer
@@ -41,6 +46,13 @@ class Pairs:
         rank[by_length] = torch.arange(len(by_length), device=by_length.device)
         counts = torch.stack(self.known.unique(return_counts=True), 1)
         return by_length, rank[self.of_rows].argsort(stable=True), counts.tolist()
+
+    @cached_property
+    def segments(self) -> tuple[Any, list[tuple[int, int]]]:
+        """Return the rows of each pair as segments, and (length, pairs) of their runs."""
+        counts = self.known.tolist()
+        runs = sorted(Counter(length for length in counts if length).items())
+        return segments_from(self.of_rows, len(counts), counts), runs
 
     def sum_products(self, left: Tensor, right: Tensor) -> Tensor:
         """Return [E, A, B]: for each matrix, left^T right over all its rows."""
@@ -102,9 +114,18 @@ class Grouped(Factored):
 
     def sq_norms(self) -> Tensor:
         norms = self.left.new_zeros(len(self), dtype=accumulation_dtype(self.dtype))
-        for outer, samples, _ in self.by_length():
-            norms.index_add_(0, samples, outer.sq_norms().to(norms.dtype))
-        return norms
+        segments, runs = self.pairs.segments
+        if not runs:
+            return norms
+        device = gpu_of(self.left.device) if self.left.is_cuda else None
+        algorithms = []
+        for length, pairs in runs:
+            sizes = rounded(pairs), rounded(length), self.right.shape[1], self.left.shape[1]
+            problem = Problem("linear", *sizes, itemsize=self.left.itemsize, device=device)
+            algorithms.append(CODES[plan(problem).algorithm])
+        by_pair = segments.sq_norms(self.right, self.left, algorithms)
+        samples = segments.samples // self.pairs.matrices
+        return norms.index_add_(0, samples, by_pair.to(norms.dtype))
 
     def along(self, direction: Tensor) -> Tensor:
         dots = direction.new_zeros(len(self))

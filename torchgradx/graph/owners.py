@@ -52,14 +52,14 @@ class Segments(NamedTuple):
     owners: Tensor
 
 
-def segments_from(owners: Tensor, n: int) -> Any:
+def segments_from(owners: Tensor, n: int, counts: Sequence[int] | None = None) -> Any:
     """Return the segments of rows with these owners. To kernels, a run of samples with as many rows
-    each is one batch."""
+    each is one batch. counts: the rows of each sample, if known; the rows are in no order then."""
     if not NATIVE:
         return Segments(owners)
-    counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
+    in_order = counts is None and bool((owners[1:] >= owners[:-1]).all())
+    counts = torch.bincount(owners, minlength=n + 1)[:n].tolist() if counts is None else counts
     present = [sample for sample, count in enumerate(counts) if count]
-    in_order = bool((owners[1:] >= owners[:-1]).all())
     changes = sum(counts[a] != counts[b] for a, b in pairwise(present))
     order = None
     if not in_order or changes >= max(MAX_RUNS, 2 * len(set(counts))):

@@ -51,6 +51,7 @@ RATES: dict[str, dict[str, Rates]] = {
     },
 }
 
+CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/layers/layer.h
 # A call of an operator, whatever it does: 3 us for linear_fused against 8 for rank1, mm and sum.
 CALL_SECONDS = 2.5e-6
 
@@ -187,3 +188,10 @@ def make_plan(problem: Problem, algorithm: str | None = None) -> AlgorithmPlan:
 
 
 plan = lru_cache(maxsize=4096)(make_plan)
+
+
+def rounded(size: int) -> int:
+    """Return a size with three leading bits, enough to choose by: lengths that never repeat would
+    be planned anew each time."""
+    step = 1 << max(0, size.bit_length() - 3)
+    return -(-size // step) * step

@@ -29,6 +29,7 @@ from ..hooks.copies import (
 )
 from ..layers.rules import Layer, rule_named
 from ..layers.table import Parameters, declared_layout, owns_backward
+from ..plan.cost import CODES
 from ..plan.gpu import gpu_of
 from ..refusals import cause
 from .attention import Projection, attention_forward_of
@@ -37,7 +38,6 @@ from .trace import Trace
 
 MAY_MIX = (_BatchNorm, nn.RNNBase, nn.MultiheadAttention)  # some of their calls mix samples
 MODULE_CALL = nn.Module._call_impl.__code__
-CODES = {"rank1": 0, "gram": 1, "direct": 2, "fused": 3}  # Algorithm in csrc/nodes/site.h
 
 
 def why_mixed(module: nn.Module, arguments: Sequence[Any], n: int) -> str | None:
