@@ -24,19 +24,25 @@ from .outer import Outer
 
 class Pairs:
     """The pair of each row, and the number of rows of each pair.
-    of_rows: the pair of each row [R]; N*E for rows of no pair. lengths: rows of each pair [N*E].
     known: equal to `lengths`; a copy of them on the CPU avoids a wait for the device."""
 
-    def __init__(self, owners: Tensor, matrix: Tensor, count: int, matrices: int) -> None:
-        """owners: the sample of each row [R], N for none. matrix: its matrix [R], E for none.
-        count, matrices: N and E."""
+    def __init__(self, count: int, matrices: int, of_rows: Tensor, lengths: Tensor) -> None:
+        """count, matrices: N and E. of_rows: the pair of each row [R]; N*E for rows of no pair.
+        lengths: the number of rows of each pair [N*E]."""
         self.count, self.matrices = count, matrices
+        self.of_rows, self.lengths = of_rows, lengths
+        self.known = lengths
+
+    @staticmethod
+    def of(owners: Tensor, matrix: Tensor, count: int, matrices: int) -> Pairs:
+        """Return the pairs of rows. owners: the sample of each row [R], N for none. matrix: its
+        matrix [R], E for none."""
         pairs = count * matrices
         has_none = (owners == count) | (matrix == matrices)
-        self.of_rows = (owners * matrices + matrix).masked_fill(has_none, pairs)
-        lengths = self.of_rows.new_zeros(pairs + 1)
-        self.lengths = lengths.index_add_(0, self.of_rows, torch.ones_like(self.of_rows))[:pairs]
-        self.known = self.lengths
+        of_rows = (owners * matrices + matrix).masked_fill(has_none, pairs)
+        lengths = of_rows.new_zeros(pairs + 1)
+        lengths = lengths.index_add_(0, of_rows, torch.ones_like(of_rows))[:pairs]
+        return Pairs(count, matrices, of_rows, lengths)
 
     @cached_property
     def by_length(self) -> tuple[Tensor, Tensor, list[list[int]]]:

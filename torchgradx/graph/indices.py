@@ -52,9 +52,9 @@ def select_by_indices(indices: Any, shape: Sequence[int]) -> Selection | None:
         else:
             parts.append(index)
             covered += 1
-    parts = list(torch.broadcast_tensors(*parts))
-    rows = torch.zeros_like(parts[0])
-    for part, size in zip(parts, shape, strict=False):
+    first, *others = torch.broadcast_tensors(*parts) if len(parts) > 1 else parts
+    rows = first % max(1, shape[0])
+    for part, size in zip(others, shape[1:], strict=False):
         rows = rows * size + part % max(1, size)
     return Selection(rows.flatten(), prod(shape[:covered]), ones + rows.dim())
 

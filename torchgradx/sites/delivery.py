@@ -52,16 +52,22 @@ class RerunUse:
     outcomes: Sequence[Outcome | None] = ()  # of a user's forward
     products: ExpertUse | None = None  # all uses of its parameters, if they are expert products
     arrivals: list[int] = field(default_factory=list)  # the backward, once for each node reached
+    arguments: list[Any] = field(default_factory=list)  # saved; emptied when the use was served
+    spec: Any = None  # of the arguments; None: they were not saved
+    saves_through_hooks: bool = False
 
-    def save(self, module: nn.Module, arguments: Any, outputs: list[Tensor], eps: float) -> None:
-        """Save what running again needs. eps: the coarsest rounding unit of its gradients."""
-        leaves, spec = tree_flatten(arguments)
+    def expect(self, module: nn.Module, outputs: list[Tensor], eps: float) -> None:
+        """Be ready for the gradients of these outputs. eps: the coarsest rounding unit of them."""
         self.module, self.eps = module, eps
-        self.arguments, self.spec = [save_leaf(leaf) for leaf in leaves], spec
-        self.drew = self.regime.drew
-        self.saves_through_hooks = saves_through_hooks()
         self.shapes = [t.shape for t in outputs]
         self.grads: list[Tensor | None] = [None] * len(outputs)
+
+    def save(self, arguments: Any) -> None:
+        """Save what running again needs."""
+        leaves, self.spec = tree_flatten(arguments)
+        self.arguments = [save_leaf(leaf) for leaf in leaves]
+        self.drew = self.regime.drew
+        self.saves_through_hooks = saves_through_hooks()
 
     @property
     def places(self) -> list[int]:
@@ -88,6 +94,7 @@ class Delivery:
             self._names.setdefault(context.parameters.place(prefix + name), name)
         self._closed_form = CLOSED_FORMS.get(layer.kind)
         self._was_lifted = False  # the latest use was served at graph nodes, by shared/lift.py
+        self._was_product = False  # it was served as expert products
         self.overwrites = False  # it has written into its arguments: it cannot run again
 
     @property
@@ -138,12 +145,14 @@ class Delivery:
         if not is_used or all(g is None for g in grads):
             return  # this graph does not use the parameters
         arguments: Any = None
-        if len(use.arguments) < use.spec.num_leaves:  # cleared below
+        if use.spec and len(use.arguments) < use.spec.num_leaves:  # cleared below
             self._recorder.refuse(self._index, "several_backwards")
             return
         try:
-            arguments = tree_unflatten([restore_leaf(leaf) for leaf in use.arguments], use.spec)
-            self._deliver(use, grads, arguments)
+            if not self._is_served(use):
+                rest = [restore_leaf(leaf) for leaf in use.arguments]
+                arguments = tree_unflatten(rest, use.spec)
+                self._deliver(use, grads, arguments)
         except Exception as error:  # must not fail the user's backward
             if use.saves_through_hooks and arguments is None:
                 raise  # a checkpoint could not recompute: the user's backward fails as well
@@ -154,16 +163,31 @@ class Delivery:
         if use.has_several_nodes:  # after callbacks that are queued already
             at_the_end(partial(self._audit.compare_deferred, use.places))
 
-    def _deliver(self, use: RerunUse, grads: list[Tensor | None], arguments: Any) -> None:
-        """Give the pass gradients by sample, from the first source that has them."""
-        run, samples = use.run, use.samples
-        is_proven = self.declared < 0 and 0 <= use.number < len(run.layouts)
-        layout = run.layouts[use.number] if is_proven else self.presumed
-        if layout == SHARED:  # shared/lift.py delivers
+    def layout_of(self, use: RerunUse) -> int:
+        """Return the layout of a use's rows, as it was proven or is presumed."""
+        layouts = use.run.layouts
+        is_proven = self.declared < 0 and 0 <= use.number < len(layouts)
+        return int(layouts[use.number]) if is_proven else self.presumed
+
+    def _is_served(self, use: RerunUse) -> bool:
+        """Return True if a use is served at nodes: by shared/lift.py, or as expert products."""
+        layout = self.layout_of(use)
+        if layout == SHARED:
             # Later calls are saved late or never (`postpone`): not where that needs random state,
             # or makes graph nodes.
             self._was_lifted = NATIVE and not use.drew
-            return
+        elif use.products and layout == self.presumed:
+            use.products.begin()
+            self._audit.deliver(use.places)
+            self.layer.notes["products"] = None
+            self._was_product = not use.drew
+        else:
+            return False
+        return True
+
+    def _deliver(self, use: RerunUse, grads: list[Tensor | None], arguments: Any) -> None:
+        """Give the pass gradients by sample, from the first source that has them."""
+        run, samples, layout = use.run, use.samples, self.layout_of(use)
         if layout >= SEGMENTS:
             samples, layout = run.segments[layout - SEGMENTS].owners, SEGMENTS
             if not all(g is None or row_dims(g, len(samples)) for g in grads):
@@ -171,11 +195,6 @@ class Delivery:
         if layout == NOWHERE:
             if any(g is not None and bool(g.any()) for g in grads):
                 self._recorder.refuse(self._index, "no_output")
-            return
-        if use.products and layout == self.presumed:
-            use.products.begin()
-            self._audit.deliver(use.places)
-            self.layer.notes["products"] = None
             return
         is_said = self.fixed or self.declared >= 0
         if use.number < 0 and len(use.shapes) > 1 and run.n > 1 and not is_said:

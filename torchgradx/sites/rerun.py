@@ -26,7 +26,8 @@ from ..hooks.copies import stock_of
 from ..layers.modules import CONTAINERS, parameter_of, same_parameters
 from ..layers.rules import Layer
 from .delivery import Delivery, RerunUse
-from .experts import NO_PRODUCTS, ExpertGroup, ExpertUse, find_products, is_experts
+from .expert_products import Plans, find_products
+from .experts import NO_PRODUCTS, ExpertGroup, ExpertUse, is_experts
 from .fallback import CHANNELS_FIRST
 from .native import MAY_MIX, Context, Hooks, why_mixed
 from .packed import samples_of, why_not_rerun
@@ -56,6 +57,7 @@ class FallbackSite(Delivery):
         has_kernels = NATIVE and context.options["backend"] == "auto"
         self._may_have_products = has_kernels and is_experts(module)
         self._had_products = False  # some call was served by expert products
+        self._plans: Plans = {}
         # Names and places for `called`, which knows a module's own parameters only.
         in_containers = any("." in name for name in self._names.values())
         names_and_places = tuple(self._names.values()), tuple(self._names)
@@ -94,7 +96,8 @@ class FallbackSite(Delivery):
         if not self._has_maker:
             call.first = torch.autograd._get_sequence_nr()
         call.versions, call.regime = {}, None
-        if self._was_lifted or not (trained := self._trained(module)):
+        is_served = self._was_lifted or self._was_product
+        if is_served or not (trained := self._trained(module)):
             return  # nothing is saved
         if not torch._C._are_functorch_transforms_active():
             given = tensors_in((args, kwargs))
@@ -187,7 +190,7 @@ class FallbackSite(Delivery):
         products = NO_PRODUCTS
         if self._may_have_products and single and recorded:
             leads = first.shape[: self.leads(first.dim())]
-            rest = run.n, self.presumed, self._call.first
+            rest = run.n, self.presumed, self._call.first, self._plans
             with contextlib.suppress(Exception):  # the module runs again instead
                 products = find_products(end, leads, operands, parameters, *rest)
         if products.groups:
@@ -209,8 +212,9 @@ class FallbackSite(Delivery):
             ends.setdefault(node, []).append((k, output_nr))
         versions = [t._version for t in outputs]
         listen = partial(self._listen, use, arguments, outputs, ends, versions, products.groups)
-        if self._was_lifted and single and recorded and not is_hooked:
-            forwards.postpone(number, listen)
+        may_wait = self._was_product if products.groups else self._was_lifted and single
+        if may_wait and recorded and not is_hooked:
+            forwards.postpone(number, partial(listen, is_proven=True))
         else:
             listen()
 
@@ -229,16 +233,20 @@ class FallbackSite(Delivery):
         ends: Ends,
         versions: list[int],
         groups: Mapping[int, ExpertGroup] = NO_PRODUCTS.groups,
+        is_proven: bool = False,
     ) -> None:
         """Save what the backward of a use needs, and register prehooks at its ends. versions: of
-        the outputs, when the module returned. groups: its expert products."""
+        the outputs, when the module returned. groups: its expert products. is_proven: the forward
+        has ended, and the pass has its layouts."""
         dtypes = use.regime.autocast, *(t.dtype for t in outputs)
         if dtypes not in self._eps:
             self._eps[dtypes] = coarsest_eps(ends, tensors_in(arguments))
-        self._was_lifted = False
-        use.save(self._module, arguments, outputs, self._eps[dtypes])
-        if has_users_forward(self._module):
-            use.outcomes = outcomes_of(outputs, versions, use.eps)
+        self._was_lifted = self._was_product = False
+        use.expect(self._module, outputs, self._eps[dtypes])
+        if not (is_proven and groups and self.layout_of(use) == self.presumed):
+            use.save(arguments)
+            if has_users_forward(self._module):
+                use.outcomes = outcomes_of(outputs, versions, use.eps)
         leaves = tree_leaves(arguments)
         if len(ends) > 1:
             use.has_several_nodes, use.inner = True, inner_outputs(outputs, leaves)

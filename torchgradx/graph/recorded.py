@@ -1,0 +1,179 @@
+"""What an analysis called on tensors, recorded to be called again on those of another graph.
+
+What a graph's nodes are and how they are connected decides what an analysis calls; the values of
+saved indices decide its results. So for a graph of the same look the calls are made again, without
+what chose them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .nodes import Node, is_leaf
+from .unpacking import saved_value
+
+INDEX_NAMES = ("index", "indices", "offs")  # under which nodes save the tensors that are read
+_scalars: dict[type, list[str]] = {}  # by kind of node: the numbers that it saves
+
+
+# What tells of a tensor's shape, dtype or place, and nothing of its values.
+DESCRIBING = {"__get__", "__len__", "dim", "numel", "size", "stride"}
+
+
+class Slot(NamedTuple):
+    """A tensor of a program, by its number."""
+
+    number: int
+
+
+class Program(NamedTuple):
+    """Recorded calls: (function, arguments, keyword arguments, what is returned)."""
+
+    steps: Sequence[tuple[Any, Sequence[Any], Mapping[str, Any], Any]]
+    outputs: Sequence[Slot]
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs for these inputs."""
+        tensors: dict[Slot, Any] = {Slot(k): t for k, t in enumerate(inputs)}
+        for function, args, named, made in self.steps:
+            out = function(*[_mapped(arg, tensors.__getitem__) for arg in args], **named)
+            if type(made) is Slot:
+                tensors[made] = out
+            else:
+                tensors.update(zip(made, out, strict=True))
+        return [tensors[slot] for slot in self.outputs]
+
+
+class Recording(TorchFunctionMode):
+    """Records what is called on tensors inside."""
+
+    def __init__(self, inputs: Sequence[Tensor], constants: Collection[Tensor] = ()) -> None:
+        """constants: tensors that every run may share."""
+        super().__init__()
+        self._tensors = [*inputs]  # by slot; kept, so that no other gets their ids
+        self._slots = {id(t): Slot(k) for k, t in enumerate(self._tensors)}
+        self._constants = {id(t) for t in constants}
+        self._steps: list[Any] = []
+        self._is_whole = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func.__name__ in DESCRIBING:
+            return func(*args, **named)
+        given = [type(arg)(map(self._slot_of, arg)) if type(arg) in (list, tuple) else
+                 self._slot_of(arg) for arg in args]  # fmt: skip
+        out = func(*args, **named)
+        made = [out] if isinstance(out, Tensor) else out
+        is_known = isinstance(made, (list, tuple)) and all(isinstance(t, Tensor) for t in made)
+        if not is_known or any(isinstance(t, Tensor) for t in named.values()):
+            self._is_whole = False
+            return out
+        slots = []
+        for t in made:
+            slots.append(self._slots.setdefault(id(t), Slot(len(self._tensors))))
+            self._tensors.append(t)
+        self._steps.append((func, given, named, slots[0] if made[0] is out else slots))
+        return out
+
+    def _slot_of(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or id(value) in self._constants:
+            return value
+        self._is_whole &= id(value) in self._slots
+        return self._slots.get(id(value))
+
+    def program(self, outputs: Sequence[Tensor]) -> Program | None:
+        """Return what was recorded; None if it read values, or used tensors from elsewhere."""
+        slots = [self._slots[id(t)] for t in outputs if id(t) in self._slots]
+        if not self._is_whole or len(slots) < len(outputs):
+            return None
+        steps, same = _without_repeats(self._steps)
+        slots = [same.get(slot, slot) for slot in slots]
+        needed, kept = {*slots}, []
+        for step in reversed(steps):
+            if not needed.isdisjoint(_slots_in(step[3:])):
+                needed.update(_slots_in(step[1]))
+                kept.append(step)
+        return Program(kept[::-1], slots)
+
+
+def _without_repeats(steps: Sequence[Any]) -> tuple[list[Any], dict[Slot, Slot]]:
+    """Return the calls that differ, and the slot that has what each of the others returned."""
+    found: dict[Any, Slot] = {}
+    same: dict[Slot, Slot] = {}
+    kept = []
+    writes: Counter[Any] = Counter()  # by slot
+    for function, args, named, made in steps:
+        args = [_mapped(arg, lambda slot: same.get(slot, slot)) for arg in args]
+        is_new = not {*_slots_in([made])} & {*_slots_in(args)}
+        if not is_new:
+            writes[made] += 1
+        versions = [(slot, writes[slot]) for slot in _slots_in(args)]
+        plain = [v for arg in args for v in (arg if type(arg) in (list, tuple) else [arg])]
+        given = [id(v) if isinstance(v, Tensor) else repr(v) for v in plain]
+        call = function, *given, repr(named), tuple(versions)
+        before = found.get(call)
+        if is_new and versions and type(made) is Slot and before and not writes[before]:
+            same[made] = before
+            continue
+        found[call] = made
+        kept.append((function, args, named, made))
+    return kept, same
+
+
+def _slots_in(values: Any) -> list[Slot]:
+    """Return the slots among arguments, some of which are lists."""
+    flat = [v for value in values for v in (value if type(value) in (list, tuple) else [value])]
+    return [v for v in flat if type(v) is Slot]
+
+
+def look_of(nodes: Sequence[Node], places: Mapping[int, int]) -> tuple[Any, list[Tensor]]:
+    """Return a key that graphs of the same look share, and the indices that their nodes saved.
+    places: of parameters, by the tensor's id."""
+    numbers: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
+    facts: list[Any] = []
+    indices: list[Tensor] = []
+    for node in nodes:
+        facts.append(node.name())
+        facts += [tuple(kind.shape) for kind in node._input_metadata]
+        for child, number in node.next_functions:
+            if child is None or is_leaf(child):
+                facts.append(None if child is None else (places.get(id(child.variable), -1),))
+            elif child in numbers and numbers[child] < len(nodes):
+                facts.append((numbers[child], number))
+            else:
+                shape = tuple(child._input_metadata[number].shape)
+                facts.append((numbers.setdefault(child, len(numbers)), number, shape))
+        for name in _scalars_of(node):
+            value = getattr(node, name)
+            facts.append(tuple(value) if isinstance(value, list) else value)
+        for name in INDEX_NAMES:
+            raw = getattr(node, f"_raw_saved_{name}", None)
+            if raw is not None:
+                found = saved_value(node, name)
+                for t in found if isinstance(found, (list, tuple)) else (found,):
+                    facts.append(t if t is None else (t.shape, t.dtype, t.stride()))
+                    indices += [] if t is None else [t]
+    return tuple(facts), indices
+
+
+def _scalars_of(node: Node) -> list[str]:
+    kind = type(node)
+    if kind not in _scalars:
+        names = set(dir(kind))
+        saved = (name for name in names if name.startswith("_saved_"))
+        _scalars[kind] = sorted(name for name in saved if f"_raw{name}" not in names)
+    return _scalars[kind]
+
+
+def _mapped(arg: Any, get: Callable[[Slot], Any]) -> Any:
+    """Return an argument with get(slot) in place of slots."""
+    if type(arg) is Slot:
+        return get(arg)
+    if type(arg) is list or type(arg) is tuple:
+        return type(arg)([get(a) if type(a) is Slot else a for a in arg])
+    return arg

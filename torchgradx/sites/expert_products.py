@@ -1,0 +1,368 @@
+"""Finds the products of a call with the matrices of its module's parameters, see experts.py.
+
+The owners (samples) of a product's rows follow from those of the module's output by the indices
+between them (graph/owners.py). The first pass of a structure proves them like those of any output.
+What is found of a graph is found of others of the same look by its operators alone
+(graph/recorded.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..gradients.grouped import Pairs
+from ..gradients.products import CAST, LINKS, POINTWISE, is_transpose
+from ..graph.layout import Watched, owners
+from ..graph.nodes import Node, is_leaf, shape_of, to_signed
+from ..graph.owners import MAPPING, ROWS_OPERAND, Owned, owners_within
+from ..graph.recorded import Program, Recording, look_of
+from ..graph.unpacking import is_hooked, saved_value
+from .experts import (
+    GROUPED,
+    NO_PRODUCTS,
+    OPERANDS,
+    ExpertGroup,
+    ExpertProduct,
+    Products,
+    UnknownRowsError,
+)
+from .several import End
+
+MAX_PLANS = 32  # of one site
+# Nodes that keep each row where it is.
+KEEPS_ROWS = LINKS | POINTWISE | {f"{name}Backward0" for name in (
+    "Add", "ClampMax", "ClampMin", "Div", "Expand", "Gelu", "Mul", "Sub",
+)} | {"ClampBackward1", "SqueezeBackward1"}  # fmt: skip
+# Nodes that work along one dimension.
+ALONG = {"CatBackward0", "SelectBackward0", "SliceBackward0", "SoftmaxBackward0", "SplitBackward0",
+         "SplitWithSizesBackward0", "SumBackward1"}  # fmt: skip
+RANKS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
+Owners = Mapping[tuple[Node, int], Owned]  # of the rows of nodes' outputs
+
+
+class Found(NamedTuple):
+    """What a graph shows of a call's products."""
+
+    groups: dict[int, ExpertGroup]  # by the parameter's place
+    ends: dict[Node, Tensor]  # nodes with products, and the sample of each of their rows
+    moves: list[Node]  # nodes that move rows by values
+    ranks: list[Node]  # nodes that rank features
+    answers: Tensor  # flags, then whether each of `moves` drops a row
+    flags: int  # how many: if any is set, rows of products have no owners
+
+    @property
+    def pairs(self) -> list[Pairs]:
+        return list(dict.fromkeys(group.pairs for group in self.groups.values()))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, in the order that Plan.again() takes them."""
+        pairs = (t for p in self.pairs for t in (p.of_rows, p.lengths))
+        return [self.answers, *self.ends.values(), *pairs]
+
+    def read(self) -> Products:
+        """Return the products, or raise UnknownRowsError; read from the device once."""
+        pairs = self.pairs
+        read = torch.cat([self.answers, *(p.lengths for p in pairs)]).cpu()
+        answers, *lengths = read.split([len(self.answers), *(len(p.lengths) for p in pairs)])
+        for p, known in zip(pairs, lengths, strict=True):
+            p.known = known
+        is_set: list[bool] = answers.bool().tolist()
+        if any(is_set[: self.flags]):
+            raise UnknownRowsError
+        drops = is_set[self.flags :]
+        by_row = {*self.ranks}
+        by_row |= {node for node, dropping in zip(self.moves, drops, strict=True) if not dropping}
+        watched = (Watched(node, 0, [len(t)], samples=t) for node, t in self.ends.items())
+        ends = [End(w, (w.samples, w.samples)) for w in watched]
+        return Products(self.groups, ends, dict.fromkeys(by_row, sum(drops)))
+
+
+class Plan(NamedTuple):
+    """What was found of a graph, for others of the same look, with nodes by their numbers."""
+
+    program: Program
+    groups: Mapping[int, tuple[int, Sequence[tuple[int, ExpertProduct]]]]  # pairs; products
+    sizes: Sequence[tuple[int, int]]  # of each pairs: N and E
+    ends: Sequence[int]
+    moves: Sequence[int]
+    ranks: Sequence[int]
+    flags: int
+
+    @staticmethod
+    def of(found: Found, nodes: Sequence[Node], program: Program) -> Plan:
+        """Return the plan of what was found."""
+        numbers, pairs = {node: k for k, node in enumerate(nodes)}, found.pairs
+        groups = {
+            place: (
+                pairs.index(group.pairs),
+                [(numbers[p.node], p.without_graph()) for p in group.products],
+            )
+            for place, group in found.groups.items()
+        }
+        sizes = [(p.count, p.matrices) for p in pairs]
+        by_number = found.ends, found.moves, found.ranks
+        ends, moves, ranks = ([numbers[node] for node in some] for some in by_number)
+        return Plan(program, groups, sizes, ends, moves, ranks, found.flags)
+
+    def again(self, nodes: Sequence[Node], indices: Sequence[Tensor]) -> Found:
+        """Return what is found of another graph. indices: those that its nodes saved."""
+        answers, *tensors = self.program.run(indices)
+        ends = {nodes[k]: tensors.pop(0) for k in self.ends}
+        pairs = [Pairs(*sizes, tensors.pop(0), tensors.pop(0)) for sizes in self.sizes]
+        groups = {
+            place: ExpertGroup([replace(p, node=nodes[k]) for k, p in products], pairs[number])
+            for place, (number, products) in self.groups.items()
+        }
+        moves, ranks = ([nodes[k] for k in numbers] for numbers in (self.moves, self.ranks))
+        return Found(groups, ends, moves, ranks, answers, self.flags)
+
+
+Plans = dict[Any, Plan | None]  # by look; None: one graph was seen so far
+
+
+def find_products(
+    out: Tensor,
+    leads: Sequence[int],
+    operands: Sequence[Tensor],
+    parameters: Mapping[int, Tensor],
+    n: int,
+    layout: int,
+    start: int,
+    plans: Plans,
+) -> Products:
+    """Return the products of a call, or raise UnknownRowsError. layout: of the rows [*leads] of
+    `out`, and of the operands'. start: sequence number of the first node that the call made."""
+    first = operands[0].grad_fn if operands else None
+    if first is None:
+        return NO_PRODUCTS
+    nodes, device = _nodes_between(out.grad_fn, first), operands[0].device
+    places = {id(p): place for place, p in parameters.items()}
+    ours = tuple(node._sequence_nr() >= start for node in nodes)
+    look, indices = look_of(nodes, places)
+    key = look, ours, tuple(leads), out.output_nr, n, layout, device, _are_saved(nodes)
+    plan = plans.get(key)
+    if plan is not None:
+        return plan.again(nodes, indices).read()
+    inside = {node for node, is_ours in zip(nodes, ours, strict=True) if is_ours}
+    rows = _rows_of(tuple(leads), n, layout, device)
+    if rows is None:
+        return NO_PRODUCTS
+    end = out.grad_fn, out.output_nr
+    with Recording(indices, _rows.values()) if key in plans else nullcontext() as recording:
+        found = _find(end, leads, rows, nodes, inside, parameters, n, layout)
+    if found is None:
+        return NO_PRODUCTS
+    program = recording.program(found.tensors) if recording else None
+    plans[key] = Plan.of(found, nodes, program) if program else None
+    if len(plans) > MAX_PLANS:
+        del plans[next(iter(plans))]
+    return found.read()
+
+
+def _find(
+    end: tuple[Node, int],
+    leads: Sequence[int],
+    rows: Tensor,
+    nodes: Sequence[Node],
+    inside: Collection[Node],
+    parameters: Mapping[int, Tensor],
+    n: int,
+    layout: int,
+) -> Found | None:
+    """Return what the nodes between a call's output and its inputs show. rows: the owners of the
+    output. inside: the nodes that the call made."""
+    products = _all_products(nodes, parameters)
+    if not products:
+        return None
+    owned = owners_within(end, rows, nodes, n, leads, {p.node: p.rows_operand for p in products})
+    flags = _input_flags(nodes, owned, n, layout) + _product_flags(products, owned)
+    moves: dict[Node, Tensor] = {}  # nodes that move rows by values; whether one drops rows
+    for node in nodes:
+        outputs = range(len(node._input_metadata))
+        made = next((owned[node, k] for k in outputs if (node, k) in owned), None)
+        if made is None:
+            continue
+        flags += _mixing_flags(node, made)
+        if node.name() in MAPPING and node in inside:  # only this call has its rows
+            moves[node] = (made.owners == n).any()
+    groups = _group(products, owned, parameters, n)
+    ends = {}
+    for node in dict.fromkeys(product.node for product in products):
+        samples = owned[node, 0].owners
+        ends[node] = samples.masked_fill(samples == n, 0)  # rows of no sample receive zeros
+    ranks = [node for node in nodes if node.name() in RANKS]
+    answers = torch.stack([*flags, *moves.values()]).long()
+    return Found(groups, ends, [*moves], ranks, answers, len(flags))
+
+
+_rows: dict[Any, Tensor] = {}  # see _rows_of
+
+
+def _rows_of(leads: tuple[int, ...], n: int, layout: int, device: torch.device) -> Tensor | None:
+    """Return the sample of each row [*leads] under a layout; None: the sizes do not allow it."""
+    key = leads, n, layout, device
+    if key not in _rows:
+        rows = owners(leads, n).get(layout)
+        if rows is None:
+            return None
+        if len(_rows) > MAX_PLANS:
+            _rows.clear()
+        _rows[key] = rows.to(device)
+    return _rows[key]
+
+
+def _are_saved(nodes: Sequence[Node]) -> tuple[bool, ...]:
+    """Return whether each tensor of rows that products may need is saved, and without hooks."""
+    return tuple(
+        not is_hooked(getattr(node, f"_raw_saved_{name}")) and saved_value(node, name) is not None
+        for node in nodes
+        for _, name in OPERANDS.get(node.name(), {}).values()
+        if name
+    )
+
+
+def _all_products(nodes: Sequence[Node], parameters: Mapping[int, Tensor]) -> list[ExpertProduct]:
+    """Return the products with parameters; empty, if nodes use the parameters in other ways too."""
+    places = {id(p): place for place, p in parameters.items()}
+    products = [product for node in nodes for product in _products_at(node, places, parameters)]
+    edges = (child for node in nodes for child, _ in node.next_functions)
+    uses = sum(_place_of(child, places) is not None for child in edges)
+    return products if uses == len(products) == len({p.edge for p in products}) else []
+
+
+# Flags are bool tensors [] on the device. If any is set, rows of products have no owners.
+
+
+def _input_flags(nodes: Sequence[Node], owned: Owners, n: int, layout: int) -> list[Tensor]:
+    """Return flags that are set where rows of the inputs get gradients of other samples."""
+    inside, flags = set(nodes), list[Tensor]()
+    for edge in dict.fromkeys(edge for node in nodes for edge in node.next_functions):
+        if edge[0] is None or edge[0] in inside or is_leaf(edge[0]):
+            continue
+        found = owned.get(edge)
+        if found is None:
+            raise UnknownRowsError
+        expected = _rows_of((len(found.owners),), n, layout, found.owners.device)
+        if expected is None:
+            raise UnknownRowsError
+        flags += [((found.owners != expected) & (found.owners != n)).any(), *found.flags]
+    return flags
+
+
+def _product_flags(products: Sequence[ExpertProduct], owned: Owners) -> list[Tensor]:
+    """Return flags that are set where a product's rows are of several samples."""
+    flags: list[Tensor] = []
+    for product in products:
+        found = owned.get((product.node, 0))
+        if found is None or len(found.owners) != shape_of(product.node, 0)[0]:
+            raise UnknownRowsError
+        if product.node.next_functions[product.rows_operand][0] is None:
+            raise UnknownRowsError  # the rows are data, of samples that no graph shows
+        flags += found.flags
+    return flags
+
+
+def _mixing_flags(node: Node, made: Owned) -> list[Tensor]:
+    """Return flags that are set where a node's output does not show the owners of its operand."""
+    name, shape, owned = node.name(), shape_of(node, 0), made.owners
+    if name in KEEPS_ROWS:
+        return []
+    along = name in ALONG or name in RANKS
+    if name in MAPPING:
+        indices = saved_value(node, "indices")
+        along = indices is None and to_signed(node._saved_dim) != 0
+        if not along and (indices is None or indices[0] is not None):
+            return []
+    if along:
+        operand = node.next_functions[0]
+        dims = len(shape if operand[0] is None else shape_of(*operand))
+        saved = node._saved_dim if name == "SumBackward1" else (node._saved_dim,)
+        rows = prod(shape[: min(to_signed(dim) % max(1, dims) for dim in saved)])
+        if not len(owned) or rows % len(owned) == 0:
+            return []
+        each = owned.view(rows, -1)  # along the dimension, all rows must be of one sample
+        return [(each != each[:, :1]).any()]
+    if name not in ROWS_OPERAND or node.next_functions[ROWS_OPERAND[name]][0] is None:
+        raise UnknownRowsError
+    return []
+
+
+def _group(
+    products: Sequence[ExpertProduct], owned: Owners, parameters: Mapping[int, Tensor], n: int
+) -> dict[int, ExpertGroup]:
+    """Return the products by their parameters' places; products of the same rows share pairs."""
+    groups: dict[int, ExpertGroup] = {}
+    pairs: dict[Any, Pairs] = {}
+    for place in dict.fromkeys(product.place for product in products):
+        group, count = [p for p in products if p.place == place], len(parameters[place])
+        owners = [owned[p.node, 0].owners for p in group]
+        matrices = (p.matrix if isinstance(p.matrix, int) else id(p.matrix) for p in group)
+        key = *map(id, owners), *matrices
+        if key not in pairs:
+            matrix = torch.cat([p.matrices(count, owners[0].device) for p in group])
+            pairs[key] = Pairs.of(torch.cat(owners), matrix, n, count)
+        groups[place] = ExpertGroup(group, pairs[key])
+    return groups
+
+
+def _nodes_between(end: Node, first: Node) -> list[Node]:
+    """Return an end and the nodes below it that were made after `first`."""
+    found, visited = [end], {end}
+    for node in found:  # grows as it goes
+        for child, _ in node.next_functions:
+            if child is None or child in visited or is_leaf(child):
+                continue
+            if child._sequence_nr() > first._sequence_nr():
+                visited.add(child)
+                found.append(child)
+    return found
+
+
+def _place_of(node: Node, places: Mapping[int, int]) -> int | None:
+    """Return the place of a parameter's node; None: of any other. places: by the tensor's id."""
+    return places.get(id(node.variable)) if node is not None and is_leaf(node) else None
+
+
+def _products_at(
+    node: Node, places: Mapping[int, int], parameters: Mapping[int, Tensor]
+) -> Iterator[ExpertProduct]:
+    """Yield a node's products with parameters' matrices."""
+    for operand, (rows_operand, saved_name) in OPERANDS.get(node.name(), {}).items():
+        edge, transposed = (node, operand), saved_name == "mat2"
+        matrix = saved_value(node, "offs") if node.name() == GROUPED else None
+        child = node.next_functions[operand][0]
+        while child is not None and not is_leaf(child):
+            selected = _selected(child) if matrix is None else None
+            if selected is not None:
+                matrix = selected
+            elif is_transpose(child):
+                transposed = not transposed
+            elif child.name() != CAST:
+                break
+            edge, child = (child, 0), child.next_functions[0][0]
+        place = _place_of(child, places)
+        if place is not None and matrix is not None:
+            found = edge, matrix, transposed, rows_operand, saved_name
+            product = ExpertProduct(node, place, operand, *found)
+            if product.fits(parameters[place]):
+                yield product
+
+
+def _selected(node: Node) -> int | Tensor | None:
+    """Return the index of the matrix that a node selects from a parameter; [R], if it has one for
+    each row; None: it selects none."""
+    if node.name() == "SelectBackward0" and to_signed(node._saved_dim) == 0:
+        return to_signed(node._saved_index) % shape_of(*node.next_functions[0])[0]
+    ids = saved_value(node, "indices") if node.name() == "IndexBackward0" else None
+    if not ids or len(ids) > 1 or ids[0].dtype != torch.long or ids[0].dim() != 1:
+        return None
+    selected: Tensor = ids[0]
+    return selected
