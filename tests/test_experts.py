@@ -1,5 +1,6 @@
 """Experts whose weights are the matrices of one parameter [E, *, *], as transformers has them."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -157,6 +158,20 @@ def test_nothing_runs_again_and_one_proof_holds_whatever_a_batch_chooses(way, ba
             assert len(calls) == 1
             assert len(backwards) <= proofs
         assert "run again" not in str(probe.explain())
+
+
+@of_ways
+def test_steps_leave_nothing_behind(way):
+    model = mixture(WAYS[way]())
+    with torchgradx.attach(model) as probe:
+        counts = []
+        for steps in (20, 20):
+            for _ in range(steps):
+                square(model, torch.randn(N, T, D)).backward()
+                probe.norms()
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+    assert counts[1] - counts[0] < 300, f"objects after 20 and 40 steps: {counts}"
 
 
 @of_ways

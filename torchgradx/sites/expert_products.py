@@ -35,7 +35,7 @@ from .experts import (
 )
 from .several import End
 
-MAX_PLANS = 32  # of one site
+MAX_PLANS = 16  # of one site
 # Nodes that keep each row where it is.
 KEEPS_ROWS = LINKS | POINTWISE | {f"{name}Backward0" for name in (
     "Add", "ClampMax", "ClampMin", "Div", "Expand", "Gelu", "Mul", "Sub",
