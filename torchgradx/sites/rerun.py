@@ -212,7 +212,7 @@ class FallbackSite(Delivery):
             ends.setdefault(node, []).append((k, output_nr))
         versions = [t._version for t in outputs]
         listen = partial(self._listen, use, arguments, outputs, ends, versions, products.groups)
-        may_wait = self._was_product if products.groups else self._was_lifted and single
+        may_wait = self._was_product if products.groups else self._was_lifted
         if may_wait and recorded and not is_hooked:
             forwards.postpone(number, partial(listen, is_proven=True))
         else:
