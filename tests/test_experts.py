@@ -174,6 +174,28 @@ def test_steps_leave_nothing_behind(way):
     assert counts[1] - counts[0] < 300, f"objects after 20 and 40 steps: {counts}"
 
 
+def test_what_was_proven_of_the_rows_of_a_batch_does_not_add_up():
+    experts = Experts()
+    experts.up = nn.Parameter(torch.randn(E + 1, D, H) / 2)  # one that is never used: no products
+    mixed, counts = mixture(experts), []
+
+    def forward(m, x, scales):  # each count of them is another structure
+        for scale in scales:
+            x = x * scale
+        return m.mixed(torch.tanh(x))
+
+    model = Model(forward, mixed=mixed)
+    with torchgradx.attach(model) as probe:
+        for scales in range(1, 25):
+            for _ in range(2):
+                x = torch.randn(N, T, D, requires_grad=True)
+                model(x, [0.9] * scales).square().sum().backward()
+                assert probe.norms().isfinite().all()
+            gc.collect()
+            counts.append(sum(isinstance(held, torch.Tensor) for held in gc.get_objects()))
+    assert counts[-1] < 1.5 * counts[11], f"tensors: {counts}"
+
+
 @of_ways
 def test_rows_of_another_sample_are_refused(way):
     experts = WAYS[way]()

@@ -23,6 +23,7 @@ from ..shared.frontier import LiftPlan
 
 MAX_STRUCTURES = 4096  # keys of a cache: sizes that never repeat must not add up
 MAX_VERDICTS = 8  # of one key: paths through one structure
+MAX_ROUTED = 4  # keys of verdicts that hold a batch's indices
 COMPARED_ELEMENTS = 1 << 18  # of a gradient, cast to float64 at a time
 KEY_OPTIONS = ("layout", "batch_dim", "backend", "fused", "weight_grad", "check")
 _Cache = dict[str, dict[Any, Any]]  # by the part of a probe that fills it
@@ -58,6 +59,11 @@ class Verdict:
     has_dropped_branch: bool = False  # zeros came from a branch left out, not from zero weights
     examinations: int = 1  # of this structure, while it had zeros
     patience: int = 1  # passes left until the next examination
+
+    @property
+    def has_indices(self) -> bool:
+        """Return True if it holds indices of a batch, which another batch seldom has."""
+        return any(isinstance(route, Tensor) for route in self.routes)
 
     @property
     def is_final(self) -> bool:
@@ -99,6 +105,10 @@ def store(cached: dict[Any, list[Verdict]], key: Any, verdict: Verdict) -> None:
     del verdicts[:-MAX_VERDICTS]
     if len(cached) > MAX_STRUCTURES:
         cached.pop(next(iter(cached)), None)
+    if verdict.has_indices:
+        keys = [key for key, many in list(cached.items()) if any(v.has_indices for v in many)]
+        for old in keys[:-MAX_ROUTED]:
+            cached.pop(old, None)
 
 
 def calls_of(key: Any, uses: Sequence[Any]) -> Any:
