@@ -7,8 +7,7 @@ what chose them.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,16 +16,14 @@ from torch.overrides import TorchFunctionMode
 from .nodes import Node, is_leaf
 from .unpacking import saved_value
 
-INDEX_NAMES = ("index", "indices", "offs")  # under which nodes save the tensors that are read
+SAVED_INDICES = ("index", "indices", "offs")  # under which nodes save the tensors that are read
 _scalars: dict[type, list[str]] = {}  # by kind of node: the numbers that it saves
-
-
 # What tells of a tensor's shape, dtype or place, and nothing of its values.
 DESCRIBING = {"__get__", "__len__", "dim", "numel", "size", "stride"}
 
 
-class Slot(NamedTuple):
-    """A tensor of a program, by its number."""
+class Made(NamedTuple):
+    """A tensor of a program, by its number: one that is given, or made on the way."""
 
     number: int
 
@@ -35,14 +32,14 @@ class Program(NamedTuple):
     """Recorded calls: (function, arguments, keyword arguments, what is returned)."""
 
     steps: Sequence[tuple[Any, Sequence[Any], Mapping[str, Any], Any]]
-    outputs: Sequence[Slot]
+    outputs: Sequence[Made]
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the outputs for these inputs."""
-        tensors: dict[Slot, Any] = {Slot(k): t for k, t in enumerate(inputs)}
+        tensors: dict[Made, Any] = {Made(k): t for k, t in enumerate(inputs)}
         for function, args, named, made in self.steps:
-            out = function(*[_mapped(arg, tensors.__getitem__) for arg in args], **named)
-            if type(made) is Slot:
+            out = function(*[_filled(arg, tensors) for arg in args], **named)
+            if type(made) is Made:
                 tensors[made] = out
             else:
                 tensors.update(zip(made, out, strict=True))
@@ -56,8 +53,8 @@ class Recording(TorchFunctionMode):
         """constants: tensors that every run may share."""
         super().__init__()
         self._tensors = [*inputs]  # by slot; kept, so that no other gets their ids
-        self._slots = {id(t): Slot(k) for k, t in enumerate(self._tensors)}
-        self._constants = {id(t) for t in constants}
+        self._slots = {id(t): Made(k) for k, t in enumerate(self._tensors)}
+        self._constants = {id(t): t for t in constants}
         self._steps: list[Any] = []
         self._is_whole = True
 
@@ -71,11 +68,11 @@ class Recording(TorchFunctionMode):
         made = [out] if isinstance(out, Tensor) else out
         is_known = isinstance(made, (list, tuple)) and all(isinstance(t, Tensor) for t in made)
         if not is_known or any(isinstance(t, Tensor) for t in named.values()):
-            self._is_whole = False
+            self._is_whole = False  # it may have read values
             return out
         slots = []
         for t in made:
-            slots.append(self._slots.setdefault(id(t), Slot(len(self._tensors))))
+            slots.append(self._slots.setdefault(id(t), Made(len(self._tensors))))
             self._tensors.append(t)
         self._steps.append((func, given, named, slots[0] if made[0] is out else slots))
         return out
@@ -89,49 +86,11 @@ class Recording(TorchFunctionMode):
     def program(self, outputs: Sequence[Tensor]) -> Program | None:
         """Return what was recorded; None if it read values, or used tensors from elsewhere."""
         slots = [self._slots[id(t)] for t in outputs if id(t) in self._slots]
-        if not self._is_whole or len(slots) < len(outputs):
-            return None
-        steps, same = _without_repeats(self._steps)
-        slots = [same.get(slot, slot) for slot in slots]
-        needed, kept = {*slots}, []
-        for step in reversed(steps):
-            if not needed.isdisjoint(_slots_in(step[3:])):
-                needed.update(_slots_in(step[1]))
-                kept.append(step)
-        return Program(kept[::-1], slots)
+        is_whole = self._is_whole and len(slots) == len(outputs)
+        return Program(self._steps, slots) if is_whole else None
 
 
-def _without_repeats(steps: Sequence[Any]) -> tuple[list[Any], dict[Slot, Slot]]:
-    """Return the calls that differ, and the slot that has what each of the others returned."""
-    found: dict[Any, Slot] = {}
-    same: dict[Slot, Slot] = {}
-    kept = []
-    writes: Counter[Any] = Counter()  # by slot
-    for function, args, named, made in steps:
-        args = [_mapped(arg, lambda slot: same.get(slot, slot)) for arg in args]
-        is_new = not {*_slots_in([made])} & {*_slots_in(args)}
-        if not is_new:
-            writes[made] += 1
-        versions = [(slot, writes[slot]) for slot in _slots_in(args)]
-        plain = [v for arg in args for v in (arg if type(arg) in (list, tuple) else [arg])]
-        given = [id(v) if isinstance(v, Tensor) else repr(v) for v in plain]
-        call = function, *given, repr(named), tuple(versions)
-        before = found.get(call)
-        if is_new and versions and type(made) is Slot and before and not writes[before]:
-            same[made] = before
-            continue
-        found[call] = made
-        kept.append((function, args, named, made))
-    return kept, same
-
-
-def _slots_in(values: Any) -> list[Slot]:
-    """Return the slots among arguments, some of which are lists."""
-    flat = [v for value in values for v in (value if type(value) in (list, tuple) else [value])]
-    return [v for v in flat if type(v) is Slot]
-
-
-def look_of(nodes: Sequence[Node], places: Mapping[int, int]) -> tuple[Any, list[Tensor]]:
+def look_between(nodes: Sequence[Node], places: Mapping[int, int]) -> tuple[Any, list[Tensor]]:
     """Return a key that graphs of the same look share, and the indices that their nodes saved.
     places: of parameters, by the tensor's id."""
     numbers: dict[Any, int] = {node: k for k, node in enumerate(nodes)}
@@ -151,7 +110,7 @@ def look_of(nodes: Sequence[Node], places: Mapping[int, int]) -> tuple[Any, list
         for name in _scalars_of(node):
             value = getattr(node, name)
             facts.append(tuple(value) if isinstance(value, list) else value)
-        for name in INDEX_NAMES:
+        for name in SAVED_INDICES:
             raw = getattr(node, f"_raw_saved_{name}", None)
             if raw is not None:
                 found = saved_value(node, name)
@@ -170,10 +129,10 @@ def _scalars_of(node: Node) -> list[str]:
     return _scalars[kind]
 
 
-def _mapped(arg: Any, get: Callable[[Slot], Any]) -> Any:
-    """Return an argument with get(slot) in place of slots."""
-    if type(arg) is Slot:
-        return get(arg)
+def _filled(arg: Any, tensors: Mapping[Made, Any]) -> Any:
+    """Return an argument with tensors in place of slots."""
+    if type(arg) is Made:
+        return tensors[arg]
     if type(arg) is list or type(arg) is tuple:
-        return type(arg)([get(a) if type(a) is Slot else a for a in arg])
+        return type(arg)([tensors[a] if type(a) is Made else a for a in arg])
     return arg

@@ -2,8 +2,7 @@
 
 The owners (samples) of a product's rows follow from those of the module's output by the indices
 between them (graph/owners.py). The first pass of a structure proves them like those of any output.
-What is found of a graph is found of others of the same look by its operators alone
-(graph/recorded.py).
+What is found of two graphs of one look is found of others by calls alone (graph/recorded.py).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..gradients.products import CAST, LINKS, POINTWISE, is_transpose
 from ..graph.layout import Watched, owners
 from ..graph.nodes import Node, is_leaf, shape_of, to_signed
 from ..graph.owners import MAPPING, ROWS_OPERAND, Owned, owners_within
-from ..graph.recorded import Program, Recording, look_of
+from ..graph.recorded import Program, Recording, look_between
 from ..graph.unpacking import is_hooked, saved_value
 from .experts import (
     GROUPED,
@@ -35,7 +34,7 @@ from .experts import (
 )
 from .several import End
 
-MAX_PLANS = 16  # of one site
+MAX_LOOKS = 16  # of one site
 # Nodes that keep each row where it is.
 KEEPS_ROWS = LINKS | POINTWISE | {f"{name}Backward0" for name in (
     "Add", "ClampMax", "ClampMin", "Div", "Expand", "Gelu", "Mul", "Sub",
@@ -47,7 +46,7 @@ RANKS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
 Owners = Mapping[tuple[Node, int], Owned]  # of the rows of nodes' outputs
 
 
-class Found(NamedTuple):
+class Shown(NamedTuple):
     """What a graph shows of a call's products."""
 
     groups: dict[int, ExpertGroup]  # by the parameter's place
@@ -97,7 +96,7 @@ class Plan(NamedTuple):
     flags: int
 
     @staticmethod
-    def of(found: Found, nodes: Sequence[Node], program: Program) -> Plan:
+    def of(found: Shown, nodes: Sequence[Node], program: Program) -> Plan:
         """Return the plan of what was found."""
         numbers, pairs = {node: k for k, node in enumerate(nodes)}, found.pairs
         groups = {
@@ -112,7 +111,7 @@ class Plan(NamedTuple):
         ends, moves, ranks = ([numbers[node] for node in some] for some in by_number)
         return Plan(program, groups, sizes, ends, moves, ranks, found.flags)
 
-    def again(self, nodes: Sequence[Node], indices: Sequence[Tensor]) -> Found:
+    def again(self, nodes: Sequence[Node], indices: Sequence[Tensor]) -> Shown:
         """Return what is found of another graph. indices: those that its nodes saved."""
         answers, *tensors = self.program.run(indices)
         ends = {nodes[k]: tensors.pop(0) for k in self.ends}
@@ -122,10 +121,10 @@ class Plan(NamedTuple):
             for place, (number, products) in self.groups.items()
         }
         moves, ranks = ([nodes[k] for k in numbers] for numbers in (self.moves, self.ranks))
-        return Found(groups, ends, moves, ranks, answers, self.flags)
+        return Shown(groups, ends, moves, ranks, answers, self.flags)
 
 
-Plans = dict[Any, Plan | None]  # by look; None: one graph was seen so far
+Plans = dict[Any, Plan | bool]  # by look; False: one graph was seen so far; True: there is no plan
 
 
 def find_products(
@@ -146,23 +145,24 @@ def find_products(
     nodes, device = _nodes_between(out.grad_fn, first), operands[0].device
     places = {id(p): place for place, p in parameters.items()}
     ours = tuple(node._sequence_nr() >= start for node in nodes)
-    look, indices = look_of(nodes, places)
+    look, indices = look_between(nodes, places)
     key = look, ours, tuple(leads), out.output_nr, n, layout, device, _are_saved(nodes)
     plan = plans.get(key)
-    if plan is not None:
+    if isinstance(plan, Plan):
         return plan.again(nodes, indices).read()
     inside = {node for node, is_ours in zip(nodes, ours, strict=True) if is_ours}
     rows = _rows_of(tuple(leads), n, layout, device)
     if rows is None:
         return NO_PRODUCTS
     end = out.grad_fn, out.output_nr
-    with Recording(indices, _rows.values()) if key in plans else nullcontext() as recording:
-        found = _find(end, leads, rows, nodes, inside, parameters, n, layout)
-    if found is None:
+    products = _all_products(nodes, parameters)
+    if not products:
         return NO_PRODUCTS
+    with Recording(indices, _rows.values()) if plan is False else nullcontext() as recording:
+        found = _find(end, leads, rows, nodes, inside, products, parameters, n, layout)
     program = recording.program(found.tensors) if recording else None
-    plans[key] = Plan.of(found, nodes, program) if program else None
-    if len(plans) > MAX_PLANS:
+    plans[key] = Plan.of(found, nodes, program) if program else plan is not None
+    if len(plans) > MAX_LOOKS:
         del plans[next(iter(plans))]
     return found.read()
 
@@ -173,15 +173,13 @@ def _find(
     rows: Tensor,
     nodes: Sequence[Node],
     inside: Collection[Node],
+    products: Sequence[ExpertProduct],
     parameters: Mapping[int, Tensor],
     n: int,
     layout: int,
-) -> Found | None:
+) -> Shown:
     """Return what the nodes between a call's output and its inputs show. rows: the owners of the
     output. inside: the nodes that the call made."""
-    products = _all_products(nodes, parameters)
-    if not products:
-        return None
     owned = owners_within(end, rows, nodes, n, leads, {p.node: p.rows_operand for p in products})
     flags = _input_flags(nodes, owned, n, layout) + _product_flags(products, owned)
     moves: dict[Node, Tensor] = {}  # nodes that move rows by values; whether one drops rows
@@ -200,7 +198,7 @@ def _find(
         ends[node] = samples.masked_fill(samples == n, 0)  # rows of no sample receive zeros
     ranks = [node for node in nodes if node.name() in RANKS]
     answers = torch.stack([*flags, *moves.values()]).long()
-    return Found(groups, ends, [*moves], ranks, answers, len(flags))
+    return Shown(groups, ends, [*moves], ranks, answers, len(flags))
 
 
 _rows: dict[Any, Tensor] = {}  # see _rows_of
@@ -213,7 +211,7 @@ def _rows_of(leads: tuple[int, ...], n: int, layout: int, device: torch.device) 
         rows = owners(leads, n).get(layout)
         if rows is None:
             return None
-        if len(_rows) > MAX_PLANS:
+        if len(_rows) > MAX_LOOKS:
             _rows.clear()
         _rows[key] = rows.to(device)
     return _rows[key]
