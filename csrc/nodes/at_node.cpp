@@ -89,7 +89,7 @@ std::optional<Arranged> broadcast(const Node& node, int64_t operand, const Tenso
     if (t.size(0) == 1 && n > 1)
       return sequence ? t[0].unflatten(0, {-1, n}).movedim(1, 0) : t[0].unflatten(0, {n, -1});
     if (!sequence) return t.unflatten(0, {n, -1});
-    return t.dim() > 1 && t.size(1) == n ? t.movedim(1, 0) : t.unflatten(0, {-1, n}).movedim(1, 0);
+    return t.dim() > 1 && t.size(1) == n ? t.movedim(1, 0).unsqueeze(2) : t.unflatten(0, {-1, n}).movedim(1, 0);
   };
   const Tensor rows = by_sample(g);
   const int64_t lead = rows.dim() - static_cast<int64_t>(shape.size());

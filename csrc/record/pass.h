@@ -256,8 +256,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // counting.
   void enclose(const std::vector<int64_t>& parameters, uint64_t first);
   void disclose(const std::vector<int64_t>& parameters);  // they are served at the graph's nodes: count them again
-  // The nodes between some parameters and where samples come in: only these may give those inside (true) a gradient, else
-  // the sites that they serve are refused.
+  // The nodes between some parameters and where samples come in: only these may give those inside (true) a gradient,
+  // else the sites that they serve are refused.
   void guard(const std::vector<std::pair<const Node*, bool>>& nodes, std::vector<int64_t> sites);
   int64_t place_of(const Node& node) const;  // in the table, of a parameter's; -1: of another node
   // Backward: a use's gradient is here, at this node of the graph. False where this backward computes none of the

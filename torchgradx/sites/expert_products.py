@@ -7,9 +7,8 @@ What is found of two graphs of one look is found of others by calls alone (graph
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from .experts import (
 )
 from .several import End
 
-MAX_LOOKS = 16  # of one site
+MAX_KEPT = 16  # of one site
 # Nodes that keep each row where it is.
 KEEPS_ROWS = LINKS | POINTWISE | {f"{name}Backward0" for name in (
     "Add", "ClampMax", "ClampMin", "Div", "Expand", "Gelu", "Mul", "Sub",
@@ -62,9 +61,21 @@ class Shown(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return all tensors, in the order that Plan.again() takes them."""
+        """Return all tensors, in the order that `moved` takes them."""
         pairs = (t for p in self.pairs for t in (p.of_rows, p.lengths))
         return [self.answers, *self.ends.values(), *pairs]
+
+    def moved(self, to: Callable[[Any], Any], tensors: Sequence[Any]) -> Shown:
+        """Return the same of other nodes, to(node), and other tensors."""
+        answers, *rest = tensors
+        ends = {to(node): rest.pop(0) for node in self.ends}
+        pairs = {p: Pairs(p.count, p.matrices, rest.pop(0), rest.pop(0)) for p in self.pairs}
+        groups = {
+            place: ExpertGroup([p.moved(to(p.node)) for p in products], pairs[of])
+            for place, (products, of) in self.groups.items()
+        }
+        moves, ranks = ([*map(to, some)] for some in (self.moves, self.ranks))
+        return Shown(groups, ends, moves, ranks, answers, self.flags)
 
     def read(self) -> Products:
         """Return the products, or raise UnknownRowsError; read from the device once."""
@@ -85,111 +96,81 @@ class Shown(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What was found of a graph, for others of the same look, with nodes by their numbers."""
+    """What was found of a graph, for others of the same look."""
 
     program: Program
-    groups: Mapping[int, tuple[int, Sequence[tuple[int, ExpertProduct]]]]  # pairs; products
-    sizes: Sequence[tuple[int, int]]  # of each pairs: N and E
-    ends: Sequence[int]
-    moves: Sequence[int]
-    ranks: Sequence[int]
-    flags: int
-
-    @staticmethod
-    def of(found: Shown, nodes: Sequence[Node], program: Program) -> Plan:
-        """Return the plan of what was found."""
-        numbers, pairs = {node: k for k, node in enumerate(nodes)}, found.pairs
-        groups = {
-            place: (
-                pairs.index(group.pairs),
-                [(numbers[p.node], p.without_graph()) for p in group.products],
-            )
-            for place, group in found.groups.items()
-        }
-        sizes = [(p.count, p.matrices) for p in pairs]
-        by_number = found.ends, found.moves, found.ranks
-        ends, moves, ranks = ([numbers[node] for node in some] for some in by_number)
-        return Plan(program, groups, sizes, ends, moves, ranks, found.flags)
-
-    def again(self, nodes: Sequence[Node], indices: Sequence[Tensor]) -> Shown:
-        """Return what is found of another graph. indices: those that its nodes saved."""
-        answers, *tensors = self.program.run(indices)
-        ends = {nodes[k]: tensors.pop(0) for k in self.ends}
-        pairs = [Pairs(*sizes, tensors.pop(0), tensors.pop(0)) for sizes in self.sizes]
-        groups = {
-            place: ExpertGroup([replace(p, node=nodes[k]) for k, p in products], pairs[number])
-            for place, (number, products) in self.groups.items()
-        }
-        moves, ranks = ([nodes[k] for k in numbers] for numbers in (self.moves, self.ranks))
-        return Shown(groups, ends, moves, ranks, answers, self.flags)
+    shown: Shown  # with the numbers of nodes in place of nodes, and without tensors
 
 
 Plans = dict[Any, Plan | bool]  # by look; False: one graph was seen so far; True: there is no plan
 
 
+class Rows(NamedTuple):
+    """Rows of a call's output, or of an operand."""
+
+    leads: tuple[int, ...]  # sizes
+    n: int
+    layout: int
+
+
 def find_products(
     out: Tensor,
-    leads: Sequence[int],
+    rows: Rows,
     operands: Sequence[Tensor],
     parameters: Mapping[int, Tensor],
-    n: int,
-    layout: int,
     start: int,
     plans: Plans,
 ) -> Products:
-    """Return the products of a call, or raise UnknownRowsError. layout: of the rows [*leads] of
-    `out`, and of the operands'. start: sequence number of the first node that the call made."""
+    """Return the products of a call, or raise UnknownRowsError. rows: of `out`; those of operands
+    have the same layout. start: sequence number of the first node that the call made."""
     first = operands[0].grad_fn if operands else None
     if first is None:
         return NO_PRODUCTS
     nodes, device = _nodes_between(out.grad_fn, first), operands[0].device
-    places = {id(p): place for place, p in parameters.items()}
-    ours = tuple(node._sequence_nr() >= start for node in nodes)
-    look, indices = look_between(nodes, places)
-    key = look, ours, tuple(leads), out.output_nr, n, layout, device, _are_saved(nodes)
+    inside = [k for k, node in enumerate(nodes) if node._sequence_nr() >= start]
+    look, indices = look_between(nodes, {id(p): place for place, p in parameters.items()})
+    key = look, rows, tuple(inside), out.output_nr, device, _are_saved(nodes)
     plan = plans.get(key)
     if isinstance(plan, Plan):
-        return plan.again(nodes, indices).read()
-    inside = {node for node, is_ours in zip(nodes, ours, strict=True) if is_ours}
-    rows = _rows_of(tuple(leads), n, layout, device)
-    if rows is None:
+        return plan.shown.moved(nodes.__getitem__, plan.program.run(indices)).read()
+    samples, products = _samples_of(rows, device), _all_products(nodes, parameters)
+    if samples is None or not products:
         return NO_PRODUCTS
-    end = out.grad_fn, out.output_nr
-    products = _all_products(nodes, parameters)
-    if not products:
-        return NO_PRODUCTS
-    with Recording(indices, _rows.values()) if plan is False else nullcontext() as recording:
-        found = _find(end, leads, rows, nodes, inside, products, parameters, n, layout)
-    program = recording.program(found.tensors) if recording else None
-    plans[key] = Plan.of(found, nodes, program) if program else plan is not None
-    if len(plans) > MAX_LOOKS:
+    with Recording(indices, _samples.values()) if plan is False else nullcontext() as recording:
+        only = {p.node: p.rows_operand for p in products}
+        end = out.grad_fn, out.output_nr
+        owned = owners_within(end, samples, nodes, rows.n, rows.leads, only)
+        shown = _show(owned, rows, nodes, inside, products, parameters)
+    program = recording.program(shown.tensors) if recording else None
+    plans[key] = plan is not None
+    if program:
+        number_of = {node: k for k, node in enumerate(nodes)}.__getitem__
+        plans[key] = Plan(program, shown.moved(number_of, [None] * len(shown.tensors)))
+    if len(plans) > MAX_KEPT:
         del plans[next(iter(plans))]
-    return found.read()
+    return shown.read()
 
 
-def _find(
-    end: tuple[Node, int],
-    leads: Sequence[int],
-    rows: Tensor,
+def _show(
+    owned: Owners,
+    rows: Rows,
     nodes: Sequence[Node],
-    inside: Collection[Node],
+    inside: Sequence[int],
     products: Sequence[ExpertProduct],
     parameters: Mapping[int, Tensor],
-    n: int,
-    layout: int,
 ) -> Shown:
-    """Return what the nodes between a call's output and its inputs show. rows: the owners of the
-    output. inside: the nodes that the call made."""
-    owned = owners_within(end, rows, nodes, n, leads, {p.node: p.rows_operand for p in products})
-    flags = _input_flags(nodes, owned, n, layout) + _product_flags(products, owned)
+    """Return what a graph shows. owned: of its rows. inside: the numbers of nodes that the call
+    made."""
+    n = rows.n
+    flags = _input_flags(nodes, owned, rows) + _product_flags(products, owned)
     moves: dict[Node, Tensor] = {}  # nodes that move rows by values; whether one drops rows
-    for node in nodes:
+    for k, node in enumerate(nodes):
         outputs = range(len(node._input_metadata))
-        made = next((owned[node, k] for k in outputs if (node, k) in owned), None)
+        made = next((owned[node, i] for i in outputs if (node, i) in owned), None)
         if made is None:
             continue
         flags += _mixing_flags(node, made)
-        if node.name() in MAPPING and node in inside:  # only this call has its rows
+        if node.name() in MAPPING and k in inside:  # only this call has its rows
             moves[node] = (made.owners == n).any()
     groups = _group(products, owned, parameters, n)
     ends = {}
@@ -201,20 +182,19 @@ def _find(
     return Shown(groups, ends, [*moves], ranks, answers, len(flags))
 
 
-_rows: dict[Any, Tensor] = {}  # see _rows_of
+_samples: dict[Any, Tensor] = {}  # see _samples_of
 
 
-def _rows_of(leads: tuple[int, ...], n: int, layout: int, device: torch.device) -> Tensor | None:
-    """Return the sample of each row [*leads] under a layout; None: the sizes do not allow it."""
-    key = leads, n, layout, device
-    if key not in _rows:
-        rows = owners(leads, n).get(layout)
-        if rows is None:
+def _samples_of(rows: Rows, device: torch.device) -> Tensor | None:
+    """Return the sample of each row; None: the sizes do not allow the layout."""
+    if (rows, device) not in _samples:
+        found = owners(rows.leads, rows.n).get(rows.layout)
+        if found is None:
             return None
-        if len(_rows) > MAX_LOOKS:
-            _rows.clear()
-        _rows[key] = rows.to(device)
-    return _rows[key]
+        if len(_samples) > MAX_KEPT:
+            _samples.clear()
+        _samples[rows, device] = found.to(device)
+    return _samples[rows, device]
 
 
 def _are_saved(nodes: Sequence[Node]) -> tuple[bool, ...]:
@@ -239,7 +219,7 @@ def _all_products(nodes: Sequence[Node], parameters: Mapping[int, Tensor]) -> li
 # Flags are bool tensors [] on the device. If any is set, rows of products have no owners.
 
 
-def _input_flags(nodes: Sequence[Node], owned: Owners, n: int, layout: int) -> list[Tensor]:
+def _input_flags(nodes: Sequence[Node], owned: Owners, rows: Rows) -> list[Tensor]:
     """Return flags that are set where rows of the inputs get gradients of other samples."""
     inside, flags = set(nodes), list[Tensor]()
     for edge in dict.fromkeys(edge for node in nodes for edge in node.next_functions):
@@ -248,10 +228,11 @@ def _input_flags(nodes: Sequence[Node], owned: Owners, n: int, layout: int) -> l
         found = owned.get(edge)
         if found is None:
             raise UnknownRowsError
-        expected = _rows_of((len(found.owners),), n, layout, found.owners.device)
+        here = rows._replace(leads=(len(found.owners),))
+        expected = _samples_of(here, found.owners.device)
         if expected is None:
             raise UnknownRowsError
-        flags += [((found.owners != expected) & (found.owners != n)).any(), *found.flags]
+        flags += [((found.owners != expected) & (found.owners != rows.n)).any(), *found.flags]
     return flags
 
 

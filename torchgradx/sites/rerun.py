@@ -26,7 +26,7 @@ from ..hooks.copies import stock_of
 from ..layers.modules import CONTAINERS, parameter_of, same_parameters
 from ..layers.rules import Layer
 from .delivery import Delivery, RerunUse
-from .expert_products import Plans, find_products
+from .expert_products import Plans, Rows, find_products
 from .experts import NO_PRODUCTS, ExpertGroup, ExpertUse, is_experts
 from .fallback import CHANNELS_FIRST
 from .native import MAY_MIX, Context, Hooks, why_mixed
@@ -190,9 +190,10 @@ class FallbackSite(Delivery):
         products = NO_PRODUCTS
         if self._may_have_products and single and recorded:
             leads = first.shape[: self.leads(first.dim())]
-            rest = run.n, self.presumed, self._call.first, self._plans
+            of_output = Rows(tuple(leads), run.n, self.presumed)
+            rest = parameters, self._call.first, self._plans
             with contextlib.suppress(Exception):  # the module runs again instead
-                products = find_products(end, leads, operands, parameters, *rest)
+                products = find_products(end, of_output, operands, *rest)
         if products.groups:
             self._had_products = True
             forwards.note_ends(self._index, first, products.ends)
