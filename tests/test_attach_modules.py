@@ -1,6 +1,7 @@
 """Modules of users' own, served at the graph's nodes or run again; weights that a hook makes."""
 
 import copy
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attach_models import Model, rms_norm, square
-from attach_modes import a_few_modes
+from attach_modes import a_few_modes, native_missing, title
 from attach_oracle import check, close, close_named, loop_model
 from attach_steps import exact_or_refused, exact_steps, refusal, refused
+from clip_oracle import check_clip
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
@@ -171,7 +173,15 @@ MODELS = {
     "LayerScale": lambda: of_rows(layer_scale(C)),
     "one number": lambda: of_rows(layer_scale()),
     "GRN": grn,
-}
+    "LayerNorm": lambda: of_rows(Model(lambda m, x: m.w * (x - x.mean(-1, True)) / (1 + x.abs()) + m.b,
+                                       w=torch.randn(C), b=torch.randn(C))),
+    "positions": lambda: of_rows(Model(lambda m, x: m.b + x, b=torch.randn(1, T, C))),
+    "time first": lambda: of_rows(Model(lambda m, x: (x.movedim(1, 0) * m.w + m.b).movedim(0, 1),
+                                        w=torch.randn(C), b=torch.randn(T, 1, C))),
+    "channels": lambda: of_rows(Model(lambda m, x: (x.mT * m.w + m.b[:, None]).mT,
+                                      w=torch.randn(C, 1), b=torch.randn(C))),
+    "thrice": lambda: of_rows(Model(lambda m, x: torch.add(x, m.b, alpha=3), b=torch.randn(C))),
+}  # fmt: skip
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -197,6 +207,31 @@ def test_norms_are_exact_in_first_and_later_steps_and_no_module_runs_again(name,
         (line,) = [line for line in shown.splitlines() if line.startswith("s: ")]
         assert "lifted" in line
         assert len(calls) == len(sizes) + sum(sizes)  # those of the loop too
+
+
+@each_model
+@pytest.mark.parametrize("options", [{}, {"weight_grad": False}], ids=title)
+def test_clipping_without_directions(name, options):
+    model, x = example(name)
+    check_clip(model, square, x, dots=False, **options)
+
+
+@pytest.mark.skipif(native_missing() is not None, reason="the fallback is in Python")
+@pytest.mark.parametrize("name", sorted({*MODELS} - {"GRN", "thrice"}))
+def test_a_steady_backward_asks_nothing_of_python(name):
+    def calls(depth):
+        (model, x), found = example(name), []
+        model.s = nn.Sequential(*(copy.deepcopy(model.s) for _ in range(depth)))
+        with torchgradx.attach(model) as probe:
+            for loss in (square(model, x) for _ in range(4)):
+                found.clear()
+                sys.setprofile(lambda frame, event, _: found.append(event == "call"))
+                loss.backward()
+                sys.setprofile(None)
+                probe.norms()
+        return sum(found)
+
+    assert calls(1) == calls(3)
 
 
 @each_model

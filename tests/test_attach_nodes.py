@@ -2,7 +2,6 @@
 norms, adapters), tables of the user's, and where no gradient comes."""
 
 import copy
-import sys
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from attach_models import Model, identity, square, under_autocast
 from attach_modes import ANY, a_few_modes, native_missing, title
 from attach_oracle import close_named, loop
 from attach_steps import exact_step, exact_steps, refusal
-from clip_oracle import check_clip, gradients
+from clip_oracle import check_clip
 from torch import nn
 
 import torchgradx
@@ -245,85 +244,6 @@ def test_recurrent_layers_run_once_under_autocast(kind, batch_first, options):
                 exact_step(probe, model, x, loss=loss, rtol=3e-2, want=want)
                 assert len(calls) == isinstance(recurrent, Counted)
             assert "replay" not in probe.explain() or native_missing()
-
-
-class Shifted(nn.Module):
-    """Parameters that multiply samples, or are added to them."""
-
-    def __init__(self, forward, **shapes):
-        super().__init__()
-        self.function = forward
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape)))
-
-    def forward(self, x):  # [N, T, C]
-        return torch.tanh(self.function(self, x))
-
-
-SHIFTED = {
-    "norm": lambda: Shifted(lambda m, x: m.w * (x / (1 + x.std(-1, keepdim=True)))
-                            + m.b, w=C, b=C),
-    "bias": lambda: Shifted(lambda m, x: x + m.b, b=C),
-    "positions": lambda: Shifted(lambda m, x: m.b + x, b=(1, T, C)),
-    "time first": lambda: Shifted(lambda m, x: (x.mT.movedim(2, 0) * m.w + m.b).movedim(0, 2).mT,
-                                  w=C, b=(T, 1, C)),
-    "channels": lambda: Shifted(lambda m, x: (x.mT * m.w + m.b[:, None]).mT, w=(C, 1), b=C),
-    "a number": lambda: Shifted(lambda m, x: x + m.b, b=()),
-    "three times": lambda: Shifted(lambda m, x: torch.add(x, m.b, alpha=3), b=C),
-}  # fmt: skip
-
-
-def shifted(name, depth=1):
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(C, C), SHIFTED[name]())]
-    return nn.Sequential(*layers, nn.Linear(C, 2)).double()
-
-
-@pytest.mark.parametrize("options", ANY, ids=title)
-@pytest.mark.parametrize("name", SHIFTED)
-def test_what_is_added_to_samples(name, options):
-    batches = (torch.randn(N, T, C).double() for _ in range(4))
-    exact_steps(shifted(name), *batches, **options)
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("name", SHIFTED)
-def test_what_is_added_to_samples_is_clipped(name, deferred):
-    """In a steady step without directions, which C++ serves."""
-    model = shifted(name)
-    with torchgradx.attach(model, clip=True, weight_grad=not deferred) as probe:
-        for _ in range(4):
-            x = torch.randn(N, T, C).double()
-            rows = gradients(model, square, x)
-            norms = torch.stack(
-                [torch.cat([g.flatten() for g in row.values()]).norm() for row in rows]
-            )
-            factors = (norms.median() / norms).clamp(max=1) / N
-            model.zero_grad()
-            square(model, x).backward()
-            probe.clip_grad_norm_(float(norms.median()))
-            for place, p in model.named_parameters():
-                want = sum(f * row[place] for f, row in zip(factors, rows, strict=True))
-                assert (p.grad - want).norm() <= 1e-6 * want.norm(), place
-
-
-@pytest.mark.skipif(native_missing() is not None, reason="the fallback is in Python")
-@pytest.mark.parametrize("name", [name for name in SHIFTED if name != "three times"])
-def test_what_is_added_to_samples_asks_nothing_of_python_in_a_steady_backward(name):
-    def calls(depth):
-        model, found = shifted(name, depth).float(), []
-        with torchgradx.attach(model) as probe:
-            for _ in range(4):
-                loss = square(model, torch.randn(N, T, C))
-                found.clear()
-                sys.setprofile(lambda frame, event, _: found.append(event == "call"))
-                try:
-                    loss.backward()
-                finally:
-                    sys.setprofile(None)
-                probe.norms()
-        return sum(found)
-
-    assert calls(1) == calls(3)
 
 
 @pytest.mark.skipif(native_missing() is not None, reason="the fallback multiplies")

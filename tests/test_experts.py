@@ -1,6 +1,7 @@
 """Experts whose weights are the matrices of one parameter [E, *, *], as transformers has them."""
 
 import gc
+import math
 from functools import partial
 
 import pytest
@@ -160,40 +161,33 @@ def test_nothing_runs_again_and_one_proof_holds_whatever_a_batch_chooses(way, ba
         assert "run again" not in str(probe.explain())
 
 
+def kept(kind):
+    gc.collect()
+    return sum(isinstance(one, kind) for one in gc.get_objects())
+
+
 @of_ways
 def test_steps_leave_nothing_behind(way):
-    model = mixture(WAYS[way]())
+    model, counts = mixture(WAYS[way]()), []
     with torchgradx.attach(model) as probe:
-        counts = []
-        for steps in (20, 20):
-            for _ in range(steps):
-                square(model, torch.randn(N, T, D)).backward()
-                probe.norms()
-            gc.collect()
-            counts.append(len(gc.get_objects()))
+        for k in range(40):
+            square(model, torch.randn(N, T, D)).backward()
+            probe.norms()
+            counts += [kept(object)] if k in (19, 39) else []
     assert counts[1] - counts[0] < 300, f"objects after 20 and 40 steps: {counts}"
 
 
 def test_what_was_proven_of_the_rows_of_a_batch_does_not_add_up():
-    experts = Experts()
-    experts.up = nn.Parameter(torch.randn(E + 1, D, H) / 2)  # one that is never used: no products
-    mixed, counts = mixture(experts), []
-
-    def forward(m, x, scales):  # each count of them is another structure
-        for scale in scales:
-            x = x * scale
-        return m.mixed(torch.tanh(x))
-
-    model = Model(forward, mixed=mixed)
+    mixed, counts = mixture(Experts()), []
+    mixed.experts.up = nn.Parameter(torch.randn(E + 1, D, H) / 2)  # one is not used: no products
+    model = Model(lambda m, x, scales: m.mixed(torch.tanh(math.prod(scales, start=x))), mixed=mixed)
     with torchgradx.attach(model) as probe:
-        for scales in range(1, 25):
-            for _ in range(2):
-                x = torch.randn(N, T, D, requires_grad=True)
-                model(x, [0.9] * scales).square().sum().backward()
-                assert probe.norms().isfinite().all()
-            gc.collect()
-            counts.append(sum(isinstance(held, torch.Tensor) for held in gc.get_objects()))
-    assert counts[-1] < 1.5 * counts[11], f"tensors: {counts}"
+        for k in range(2, 50):  # each count of scales is another structure
+            x = torch.randn(N, T, D, requires_grad=True)
+            square(model, x, [0.9] * (k // 2)).backward()
+            assert probe.norms().isfinite().all()
+            counts.append(kept(torch.Tensor))
+    assert counts[-1] - counts[24] < (counts[24] - counts[0]) / 2, f"tensors: {counts}"
 
 
 @of_ways
