@@ -173,7 +173,7 @@ MODELS = {
     "LayerScale": lambda: of_rows(layer_scale(C)),
     "one number": lambda: of_rows(layer_scale()),
     "GRN": grn,
-    "LayerNorm": lambda: of_rows(Model(lambda m, x: m.w * (x - x.mean(-1, True)) / (1 + x.abs()) + m.b,
+    "LayerNorm": lambda: of_rows(Model(lambda m, x: m.w * (x - x.mean(-1, True)) / 2 + m.b,
                                        w=torch.randn(C), b=torch.randn(C))),
     "positions": lambda: of_rows(Model(lambda m, x: m.b + x, b=torch.randn(1, T, C))),
     "time first": lambda: of_rows(Model(lambda m, x: (x.movedim(1, 0) * m.w + m.b).movedim(0, 1),
