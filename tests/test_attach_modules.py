@@ -178,8 +178,6 @@ MODELS = {
     "positions": lambda: of_rows(Model(lambda m, x: m.b + x, b=torch.randn(1, T, C))),
     "time first": lambda: of_rows(Model(lambda m, x: (x.movedim(1, 0) * m.w + m.b).movedim(0, 1),
                                         w=torch.randn(C), b=torch.randn(T, 1, C))),
-    "channels": lambda: of_rows(Model(lambda m, x: (x.mT * m.w + m.b[:, None]).mT,
-                                      w=torch.randn(C, 1), b=torch.randn(C))),
     "thrice": lambda: of_rows(Model(lambda m, x: torch.add(x, m.b, alpha=3), b=torch.randn(C))),
 }  # fmt: skip
 each_model = pytest.mark.parametrize("name", MODELS)

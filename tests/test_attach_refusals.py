@@ -213,8 +213,18 @@ def test_a_verdict_of_eval_mode_does_not_hold_in_training(make, options):
         refusal(probe, r"eval|GroupNorm" if make is batch_normed else None)
 
 
+CHANGES = {
+    "replaced": lambda m: m.insert(1, m.pop(1) and nn.Linear(4, 3)),
+    "appended": lambda m: m.append(nn.Linear(4, 3)),
+    "untied": lambda m: setattr(m[1], "weight", nn.Parameter(torch.randn(4, 4))),
+    "renamed": lambda m: vars(m[1]).update(
+        bias=setattr(m[1], "b", nn.Parameter(1 * m[1]._parameters.pop("bias")))
+    ),
+}
+
+
 @fallback_mode
-@pytest.mark.parametrize("how", ["replaced", "appended", "untied"])
+@pytest.mark.parametrize("how", CHANGES)
 def test_a_model_changed_after_attach_is_refused(how, options):
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(N, 4)
     if how == "untied":
@@ -222,12 +232,7 @@ def test_a_model_changed_after_attach_is_refused(how, options):
     with torchgradx.attach(model, **options) as probe:
         square(model, x).backward()
         probe.norms()
-        if how == "replaced":
-            model[1] = nn.Linear(4, 3)
-        elif how == "appended":
-            model.append(nn.Linear(4, 3))
-        else:
-            model[1].weight = nn.Parameter(torch.randn(4, 4))
+        CHANGES[how](model)
         square(model, x).backward()
         refusal(probe, "attach again")
 

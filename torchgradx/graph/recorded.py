@@ -117,6 +117,8 @@ def look_between(nodes: Sequence[Node], places: Mapping[int, int]) -> tuple[Any,
                 for t in found if isinstance(found, (list, tuple)) else (found,):
                     facts.append(t if t is None else (t.shape, t.dtype, t.stride()))
                     indices += [] if t is None else [t]
+    firsts: dict[int, int] = {}  # where one tensor is in two places, its calls are of both
+    facts += [firsts.setdefault(id(t), k) for k, t in enumerate(indices)]
     return tuple(facts), indices
 
 

@@ -53,7 +53,7 @@ class Parameters:
         self._children = [m._modules for m in self._modules]
         self._owners = [m._parameters for m in self._modules]
         self._latest, self._first_children = _values(self._owners), _values(self._children)
-        self._first_counts, self._has_other_counts = list(map(len, self._latest)), False
+        self._first_names, self._has_other_names = list(map(tuple, self._owners)), False
         self._states = list(map(vars, self._modules))
         self._types = list(map(type, self._modules))  # as the latest forward began
         self._sharded = sharded(self._modules)  # likewise
@@ -74,7 +74,7 @@ class Parameters:
         if not stand(self._owners, self._latest):
             self._tensors = list(map(self.tensor, range(len(self._slots))))
             self._latest = _values(self._owners)
-            self._has_other_counts = list(map(len, self._latest)) != self._first_counts
+            self._has_other_names = list(map(tuple, self._owners)) != self._first_names
             self.computed = not all(p.is_leaf for p in self._tensors)
         return self._tensors
 
@@ -108,9 +108,9 @@ class Parameters:
         return facts(self._states, _MODES, self._tensors), saving, *modes
 
     def changed(self) -> bool:
-        """Return True if modules, parameter counts, ties or options had changed since attach when
+        """Return True if modules, parameters' names, ties or options had changed since attach when
         `tensors` was last asked."""
-        if self.altered or self._has_other_counts:
+        if self.altered or self._has_other_names:
             return True
         if not stand(self._children, self._first_children):
             return True
