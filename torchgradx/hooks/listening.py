@@ -21,10 +21,9 @@ class ParameterHooks:
     """Our hooks on parameters."""
 
     def __init__(self) -> None:
-        self._hooked: dict[
-            int, tuple[Tensor, Any]
-        ] = {}  # by id: a parameter, and its hook's handle
-        self.left: dict[int, Tensor] = {}  # by id: those with our empty tables
+        # By id: parameters and the handles of their hooks; parameters with our empty tables.
+        self._hooked: dict[int, tuple[Tensor, Any]] = {}
+        self.left: dict[int, Tensor] = {}
 
     def before(self, p: Tensor, hook: Callable[[Tensor], None]) -> None:
         """Register a hook that gets the gradient before the user's own hooks change it, unless the

@@ -82,12 +82,8 @@ class Audit:
 
     def start_forward(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
         """Begin the trace of a forward, and watch it if its pass will need a new verdict."""
-        latest = self._latest
-        if (
-            latest
-            and latest.zeros_version is not None
-            and latest.has_expired(self._parameters.tensors())
-        ):
+        latest, saw_zeros = self._latest, self._latest and self._latest.zeros_version is not None
+        if latest and saw_zeros and latest.has_expired(self._parameters.tensors()):
             self.forwards.watch_again()
         self.forwards.start(n, model, arguments, batch_dim)
 
