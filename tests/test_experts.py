@@ -163,7 +163,6 @@ def test_nothing_runs_again_and_one_proof_holds_whatever_a_batch_chooses(way, ba
 
 @pytest.mark.parametrize("way", [*WAYS, "a matrix more"])
 def test_steps_leave_nothing_behind(way):
-    """Nor what was proven of a batch's rows, where experts are no products."""
     mixed, counts = mixture(WAYS.get(way, Experts)()), []
     if way not in WAYS:
         mixed.experts.up = nn.Parameter(torch.randn(E + 1, D, H) / 2)
@@ -173,9 +172,10 @@ def test_steps_leave_nothing_behind(way):
             scales = [0.9] * (1 if way in WAYS else k // 2)  # each count is another structure
             square(model, torch.randn(N, T, D, requires_grad=True), scales).backward()
             assert probe.norms().isfinite().all()
-            gc.collect()
-            counts.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
-    assert counts[39] - counts[19] < 100, f"tensors after each step: {counts}"
+            if k in (19, 39):
+                gc.collect()
+                counts.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
+    assert counts[1] - counts[0] < 100, f"tensors after 20 and 40 steps: {counts}"
 
 
 @of_ways
