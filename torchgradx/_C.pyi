@@ -153,7 +153,7 @@ class Outline:
     def guard(self, run: Pass, trail: Trail, sites: Sequence[int]) -> None: ...
 
 class Trail:
-    """What a pass guards and what the extension serves, by numbers in an Outline: (node, inside),
+    """Nodes that a pass guards and the extension serves, by numbers in an Outline: (node, inside),
     and (node, station, sequence first, {operand: (place, edges)})."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What an analysis called on tensors, recorded to be called again on those of another graph.
+"""Calls of an analysis on tensors, recorded to be made again on those of another graph.
 
 What a graph's nodes are and how they are connected decides what an analysis calls; the values of
 saved indices decide its results. So for a graph of the same look the calls are made again, without
@@ -18,7 +18,7 @@ from .unpacking import saved_value
 
 SAVED_INDICES = ("index", "indices", "offs")  # under which nodes save the tensors that are read
 _scalars: dict[type, list[str]] = {}  # by kind of node: the numbers that it saves
-# What tells of a tensor's shape, dtype or place, and nothing of its values.
+# Functions that tell of a tensor's shape, dtype or place, and nothing of its values.
 DESCRIBING = {"__get__", "__len__", "dim", "numel", "size", "stride"}
 
 

@@ -56,8 +56,8 @@ class RerunUse:
     spec: Any = None  # of the arguments; None: they were not saved
     saves_through_hooks: bool = False
 
-    def expect(self, module: nn.Module, outputs: list[Tensor], eps: float) -> None:
-        """Be ready for the gradients of these outputs. eps: the coarsest rounding unit of them."""
+    def prepare(self, module: nn.Module, outputs: list[Tensor], eps: float) -> None:
+        """Prepare for the gradients of these outputs. eps: the coarsest rounding unit of them."""
         self.module, self.eps = module, eps
         self.shapes = [t.shape for t in outputs]
         self.grads: list[Tensor | None] = [None] * len(outputs)

@@ -46,7 +46,7 @@ Owners = Mapping[tuple[Node, int], Owned]  # of the rows of nodes' outputs
 
 
 class Shown(NamedTuple):
-    """What a graph shows of a call's products."""
+    """Facts that a graph shows of a call's products."""
 
     groups: dict[int, ExpertGroup]  # by the parameter's place
     ends: dict[Node, Tensor]  # nodes with products, and the sample of each of their rows
@@ -96,7 +96,7 @@ class Shown(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What was found of a graph, for others of the same look."""
+    """Calls and facts of a graph, for others of the same look."""
 
     program: Program
     shown: Shown  # with the numbers of nodes in place of nodes, and without tensors
@@ -106,7 +106,7 @@ Plans = dict[Any, Plan | bool]  # by look; False: one graph was seen so far; Tru
 
 
 class Rows(NamedTuple):
-    """Rows of a call's output, or of an operand."""
+    """Sizes and layout of the rows of a call's output, or of an operand."""
 
     leads: tuple[int, ...]  # sizes
     n: int

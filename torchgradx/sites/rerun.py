@@ -94,7 +94,7 @@ class FallbackSite(Delivery):
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._call
         if not self._has_maker:
-            call.first = torch.autograd._get_sequence_nr()
+            self._note_first_node()
         call.versions, call.regime = {}, None
         is_served = self._was_lifted or self._was_product
         if is_served or not (trained := self._trained(module)):
@@ -243,7 +243,7 @@ class FallbackSite(Delivery):
         if dtypes not in self._eps:
             self._eps[dtypes] = coarsest_eps(ends, tensors_in(arguments))
         self._was_lifted = self._was_product = False
-        use.expect(self._module, outputs, self._eps[dtypes])
+        use.prepare(self._module, outputs, self._eps[dtypes])
         if not (is_proven and groups and self.layout_of(use) == self.presumed):
             use.save(arguments)
             if has_users_forward(self._module):
