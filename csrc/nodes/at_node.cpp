@@ -73,7 +73,7 @@ std::optional<Arranged> batch_norm(generated::NativeBatchNormBackward0& node, co
                   (var.to(wide) + node.eps).rsqrt_().view({1, 1, -1})};
 }
 
-// What a parameter multiplies (nothing: it is added), and the gradient. operand: which one the parameter is, 0 or 1.
+// Arranges what a parameter multiplies (nothing: it is added) and the gradient. operand: the parameter's, 0 or 1.
 // Dimensions that it is broadcast over come first.
 std::optional<Arranged> broadcast(const Node& node, int64_t operand, const Tensor& x, const Tensor& g, int64_t n,
                                   bool sequence) {
