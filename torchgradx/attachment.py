@@ -113,8 +113,8 @@ class Attachment:
                 site = site_of(modules[layer.name], layer, index, context)
                 self._sites.append(site)
                 self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
-            blocks = filter(may_route, modules.values())
-            self._keeping = Keeping(block for block in blocks if block is not root_of(model))
+            blocks = [m for m in modules.values() if may_route(m) and m is not root_of(model)]
+            self._keeping = Keeping(blocks) if blocks else None
             self._recorder.shields = not self._options["weight_grad"]
             self._recorder.keeps_tape = self._options["clip"]
             root = root_of(model)
@@ -330,9 +330,12 @@ class Attachment:
         elif verdicts is None:
             if run.n == 1 and is_broadcast(self._options, arguments, out):
                 run.refuse(-1, "one_row")
-            with self._samples.quiet():
+            if recalled:
                 self._audit.examine(forward, key, recalled)
-                self._segments.rescue(forward)
+            else:
+                with self._samples.quiet():
+                    self._audit.examine(forward, key, None)
+                    self._segments.rescue(forward)
             self._audit.forwards.listen(run.layouts)
         else:
             uses = [(site, sizes) for site, sizes, *_ in forward.uses]

@@ -97,6 +97,12 @@ class Linear final : public Layer {
 
   std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor&, const Wanted& wanted) const override {
     const Tensor &a = operands.activations, &b = operands.grad_output;
+    if (exchanges(b)) {
+      auto [weight, none, sq] = linear_fused(b, a, std::nullopt, false);
+      if (!wanted.bias) return {{Tensor(), weight, Tensor()}, sq};
+      const Tensor bias = at::sum(b, at::IntArrayRef({1}), false, sq.scalar_type());
+      return {{Tensor(), weight, bias.sum(0).to(b.scalar_type())}, at::stack({sq[0], bias.square().sum(1)})};
+    }
     auto [weight, bias, sq] = operands.shared
                                   ? cpu::linear_fused(a, b, std::nullopt, wanted.bias, operands.shared.get())
                                   : linear_fused(a, b, std::nullopt, wanted.bias);
@@ -114,6 +120,9 @@ class Linear final : public Layer {
 
   Gradients scaled(const Operands& operands, const Tensor&, const Tensor& scale, const Wanted& wanted) const override {
     const Tensor &a = operands.activations, &b = operands.grad_output;
+    if (exchanges(b))
+      return {Tensor(), std::get<0>(linear_scaled(b, a, scale, false)),
+              wanted.bias ? scaled_bias(operands, scale) : Tensor()};
     const auto [weight, bias] = linear_scaled(a, b, scale, wanted.bias);
     return {Tensor(), as_parameter(weight), wanted.bias ? bias : Tensor()};
   }
@@ -124,10 +133,13 @@ class Linear final : public Layer {
   }
 
  private:
-  // A gradient [O, I] as the weight lies: on a GPU autograd's own copy of one that lies otherwise is slow.
+  // Autograd copies a gradient that does not lie as the weight does. So a CPU's is made of exchanged operands; a GPU's,
+  // [O, I], is turned, which costs fewer launches.
+  bool exchanges(const Tensor& grad_output) const {
+    return transposed_ && !grad_output.is_cuda();
+  }
   Tensor as_parameter(const Tensor& gradient) const {
-    if (!transposed_) return gradient;
-    return gradient.is_cuda() ? turned(gradient.t().unsqueeze(0)).squeeze(0) : gradient.t();
+    return transposed_ ? turned(gradient.t().unsqueeze(0)).squeeze(0) : gradient;
   }
 
   const bool transposed_;

@@ -89,10 +89,10 @@ def has_flat_rows(arguments: Any, n: int, batch_dim: int) -> bool:
     """Return True if the first tensor has another size than N and no argument lists N tensors.
     Its rows may then be flattened or packed: rows of any sample."""
     args, kwargs = arguments
-    if any(_lists_samples(argument, n) for argument in (*args, *kwargs.values())):
-        return False
     first = next((t for t in sized_tensors_in(arguments) if t.dim()), None)
-    return first is not None and size_of_batch(first, batch_dim) != n
+    if first is None or size_of_batch(first, batch_dim) == n:
+        return False
+    return not any(_lists_samples(argument, n) for argument in (*args, *kwargs.values()))
 
 
 def _has_sizes(t: Tensor) -> bool:

@@ -119,7 +119,7 @@ class ForwardTrace(NamedTuple):
     memory: Memory  # of the regime
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Forward:
     """A forward of the model that has ended."""
 

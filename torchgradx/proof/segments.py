@@ -148,7 +148,7 @@ class SegmentExaminer:
         """Find owners for uses that were refused: experts get rows by their values."""
         run, uses, causes = forward.run, forward.uses, forward.run.refusals
         refused = {site for site, why in causes if key_of(why) in ROUTED}
-        used = {site for site, *_ in uses}  # empty if the structure was recalled
+        used = {site for site, *_ in uses}
         declared = self._options["batch_dim"] or self._options["layout"]
         is_joint = len(run.layouts) != len(uses)
         if declared or is_joint or run.n < 2 or not refused or not refused <= used:

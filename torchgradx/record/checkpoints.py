@@ -8,6 +8,7 @@ thread makes next, and is found by the number of the node whose backward runs th
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -59,7 +60,7 @@ class Frames:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._born = recorder, recorder.next_node()
-        self._notes: dict[int, _Notes] = {}  # by thread
+        self._notes: dict[int, _Notes] = defaultdict(_Notes)  # by thread
 
     def answer(self, on: bool, now: Answer, outside: bool) -> Answer:
         """Return the answer to a call of the model, or of a module `outside` of it. now: the answer
@@ -78,7 +79,7 @@ class Frames:
     def turn(self, on: bool) -> tuple[_Notes, int]:
         """Note if this thread's forwards are recorded from its next node on; return that node."""
         thread, number = self._recorder.next_node()
-        notes = self._notes.setdefault(thread, _Notes())
+        notes = self._notes[thread]
         if not notes.turns or notes.turns[-1][1] != on:
             notes.turns = [*notes.turns[-MAX_CALLS:], (number, on)]
         return notes, number
@@ -86,7 +87,7 @@ class Frames:
     def _answer_rerun(self, node: tuple[int, int], on: bool, now: Answer, outside: bool) -> Answer:
         """Return the answer to a call in the backward of a node, (thread, number)."""
         thread, number = node
-        notes, running = self._notes.setdefault(thread, _Notes()), torch._C._current_autograd_node()
+        notes, running = self._notes[thread], torch._C._current_autograd_node()
         turn = bisect_right(notes.turns, number, key=itemgetter(0)) - 1
         recorded = turn >= 0 and notes.turns[turn][1]
         if thread == self._born[0] and number < self._born[1]:

@@ -111,7 +111,7 @@ class TokenWatch:
         if tensor.dim() > 2:
             found = [d for d in (self._batch_dim, 0) if tensor.shape[d] == n]
             return found[0] if found else None
-        rows = len(tensor) if tensor.dim() == 2 else 0
+        rows = tensor.shape[0] if tensor.dim() == 2 else 0
         return -1 if rows > n and rows % n == 0 and not self._batch_dim else None
 
     def _look(self, number: int, n: int, dim: int, grads: tuple[Tensor | None, ...]) -> None:

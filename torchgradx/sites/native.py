@@ -6,7 +6,7 @@ forward runs and we tap its output: a node of ours at it receives the gradient.
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +53,7 @@ def why_mixed(module: nn.Module, arguments: Sequence[Any], n: int) -> str | None
 
 def call_of_hook() -> FrameType:
     """Return the frame of the module call that runs this hook; it outlasts the call's hooks."""
-    frame = inspect.currentframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not MODULE_CALL and frame.f_back is not None:
         frame = frame.f_back
     assert frame is not None
@@ -62,7 +62,7 @@ def call_of_hook() -> FrameType:
 
 def is_running(call: FrameType) -> bool:
     """Return True if a frame is on this thread's stack; an exception may have ended it."""
-    frame = inspect.currentframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame is not call:
         frame = frame.f_back
     return frame is not None
