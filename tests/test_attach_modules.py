@@ -139,7 +139,7 @@ def test_no_samples_among_others(name, sizes, options):
         assert len(probe.norms()) == sum(sizes), "accumulated"
 
 
-T, C = 5, 6
+T, C = 2 * N, 6
 
 
 def layer_scale(*shape):
@@ -176,8 +176,9 @@ MODELS = {
     "LayerNorm": lambda: of_rows(Model(lambda m, x: m.w * (x - x.mean(-1, True)) / 2 + m.b,
                                        w=torch.randn(C), b=torch.randn(C))),
     "positions": lambda: of_rows(Model(lambda m, x: m.b + x, b=torch.randn(1, T, C))),
-    "time first": lambda: of_rows(Model(lambda m, x: (x.movedim(1, 0) * m.w + m.b).movedim(0, 1),
-                                        w=torch.randn(C), b=torch.randn(T, 1, C))),
+    "time first": lambda: of_rows(Model(
+        lambda m, x: (x.movedim(1, 0)[None] * m.w + m.b)[0].movedim(0, 1),
+        w=torch.randn(C), b=torch.randn(T, 1, C))),
     "thrice": lambda: of_rows(Model(lambda m, x: torch.add(x, m.b, alpha=3), b=torch.randn(C))),
 }  # fmt: skip
 each_model = pytest.mark.parametrize("name", MODELS)

@@ -28,49 +28,27 @@ at::ScalarType wide_of(const Tensor& t) {
   return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// [N, T, 1, K] of rows by sample, n*T+t or (sequence first) t*N+n.
-Tensor rows_of(const Tensor& t, int64_t n, int64_t k, bool sequence) {
-  if (!sequence) return t.reshape({n, -1, 1, k});
-  if (t.dim() > 1 && t.size(0) > 1 && t.size(1) == n) return t.movedim(1, 0).reshape({n, -1, 1, k});
-  return t.reshape({-1, n, 1, k}).movedim(1, 0);
+// [N, *what the node would get for one sample], of rows n*T+t or (sequence first) t*N+n. Leading 1s are skipped.
+Tensor by_sample(const Tensor& t, int64_t n, bool sequence) {
+  if (t.size(0) == 1 && n > 1) return by_sample(t[0], n, sequence);
+  if (!sequence) return t.unflatten(0, {n, -1});
+  return t.dim() > 1 && t.size(1) == n ? t.movedim(1, 0).unsqueeze(2) : t.unflatten(0, {-1, n}).movedim(1, 0);
 }
 
 Arranged over_features(const Tensor& x, const Tensor& g, const Tensor& mean, const Tensor& rstd, int64_t n,
                        bool sequence) {
+  const auto rows = [&](const Tensor& t, int64_t k) {
+    return (sequence ? by_sample(t, n, sequence) : t).reshape({n, -1, 1, k});
+  };
+  const auto by_row = [&](const Tensor& t) { return rows(t, 1).squeeze(-1); };
   const int64_t k = x.numel() / std::max<int64_t>(1, rstd.numel());
-  const auto by_row = [&](const Tensor& t) { return rows_of(t, n, 1, sequence).squeeze(-1); };
-  return {rows_of(x, n, k, sequence), rows_of(g, n, k, sequence),
-          mean.defined() ? std::optional(by_row(mean)) : std::nullopt, by_row(rstd)};
+  return {rows(x, k), rows(g, k), mean.defined() ? std::optional(by_row(mean)) : std::nullopt, by_row(rstd)};
 }
 
-std::optional<Arranged> layer_norm(generated::NativeLayerNormBackward0& node, const Tensor& g, int64_t n,
-                                   bool sequence) {
-  const auto self = node.getptr();
-  return over_features(node.input_.unpack(), g, node.result1_.unpack(self), node.result2_.unpack(self), n, sequence);
-}
-
-std::optional<Arranged> rms_norm(generated::FusedRmsNormBackward0& node, const Tensor& g, int64_t n, bool sequence) {
-  return over_features(node.input_.unpack(), g, Tensor(), node.result1_.unpack(node.getptr()), n, sequence);
-}
-
-std::optional<Arranged> group_norm(generated::NativeGroupNormBackward0& node, const Tensor& g, int64_t n,
-                                   bool sequence) {
-  const auto self = node.getptr();
-  const Tensor mean = node.result1_.unpack(self), rstd = node.result2_.unpack(self);
-  if (sequence || mean.size(0) != n) return std::nullopt;
-  const int64_t groups = mean.size(1);
+Arranged over_pixels(const Tensor& x, const Tensor& g, const Tensor& mean, const Tensor& rstd, int64_t n,
+                     int64_t groups) {
   const auto rows = [&](const Tensor& t) { return t.movedim(1, -1).reshape({n, -1, groups, g.size(1) / groups}); };
-  return Arranged{rows(node.input_.unpack()), rows(g), mean.view({n, 1, -1}), rstd.view({n, 1, -1})};
-}
-
-std::optional<Arranged> batch_norm(generated::NativeBatchNormBackward0& node, const Tensor& g, int64_t n,
-                                   bool sequence) {
-  if (sequence || node.training) return std::nullopt;  // statistics of the batch
-  const Tensor mean = node.running_mean_.unpack(), var = node.running_var_.unpack();
-  const auto wide = wide_of(g);
-  const auto rows = [&](const Tensor& t) { return t.movedim(1, -1).reshape({n, -1, g.size(1), 1}); };
-  return Arranged{rows(node.input_.unpack()), rows(g), mean.to(wide).view({1, 1, -1}),
-                  (var.to(wide) + node.eps).rsqrt_().view({1, 1, -1})};
+  return {rows(x), rows(g), mean.view({-1, 1, groups}), rstd.view({-1, 1, groups})};
 }
 
 // Arranges what a parameter multiplies (nothing: it is added) and the gradient. operand: the parameter's, 0 or 1.
@@ -85,13 +63,7 @@ std::optional<Arranged> broadcast(const Node& node, int64_t operand, const Tenso
     const auto viewed = [&](const Tensor& t) { return t.reshape({n, -1, 1, t.size(-1)}); };
     return Arranged{rows_of(x, viewed), viewed(g), {}, {}};
   }
-  const auto by_sample = [&](const Tensor& t) {  // [N, *what the node would get for one sample]
-    if (t.size(0) == 1 && n > 1)
-      return sequence ? t[0].unflatten(0, {-1, n}).movedim(1, 0) : t[0].unflatten(0, {n, -1});
-    if (!sequence) return t.unflatten(0, {n, -1});
-    return t.dim() > 1 && t.size(1) == n ? t.movedim(1, 0).unsqueeze(2) : t.unflatten(0, {-1, n}).movedim(1, 0);
-  };
-  const Tensor rows = by_sample(g);
+  const Tensor rows = by_sample(g, n, sequence);
   const int64_t lead = rows.dim() - static_cast<int64_t>(shape.size());
   if (lead < 1) return std::nullopt;
   std::vector<int64_t> order = {0}, features;
@@ -103,24 +75,33 @@ std::optional<Arranged> broadcast(const Node& node, int64_t operand, const Tenso
     k *= size;
   }
   order.insert(order.end(), features.begin(), features.end());
-  const auto arranged = [&](const Tensor& t) { return by_sample(t).permute(order).reshape({n, -1, 1, k}); };
+  const auto arranged = [&](const Tensor& t) {
+    return by_sample(t, n, sequence).permute(order).reshape({n, -1, 1, k});
+  };
   return Arranged{rows_of(x, arranged), arranged(g), {}, {}};
-}
-
-std::optional<Arranged> product(generated::MulBackward0& node, int64_t weight, const Tensor& g, int64_t n,
-                                bool sequence) {
-  const Tensor x = (weight ? node.self_ : node.other_).unpack();
-  if (!x.defined() || x.sizes() != g.sizes()) return std::nullopt;
-  return broadcast(node, weight, x, g, n, sequence);
 }
 
 std::optional<Arranged> operands_of(Node& node, int64_t weight, const Tensor& g, int64_t n, bool sequence) {
   if (g.is_complex()) return std::nullopt;
-  if (auto* of = dynamic_cast<generated::NativeLayerNormBackward0*>(&node)) return layer_norm(*of, g, n, sequence);
-  if (auto* of = dynamic_cast<generated::FusedRmsNormBackward0*>(&node)) return rms_norm(*of, g, n, sequence);
-  if (auto* of = dynamic_cast<generated::NativeGroupNormBackward0*>(&node)) return group_norm(*of, g, n, sequence);
-  if (auto* of = dynamic_cast<generated::NativeBatchNormBackward0*>(&node)) return batch_norm(*of, g, n, sequence);
-  if (auto* of = dynamic_cast<generated::MulBackward0*>(&node)) return product(*of, weight, g, n, sequence);
+  const auto self = node.getptr();
+  if (auto* of = dynamic_cast<generated::NativeLayerNormBackward0*>(&node))
+    return over_features(of->input_.unpack(), g, of->result1_.unpack(self), of->result2_.unpack(self), n, sequence);
+  if (auto* of = dynamic_cast<generated::FusedRmsNormBackward0*>(&node))
+    return over_features(of->input_.unpack(), g, Tensor(), of->result1_.unpack(self), n, sequence);
+  if (auto* of = dynamic_cast<generated::NativeGroupNormBackward0*>(&node)) {
+    const Tensor mean = of->result1_.unpack(self);
+    if (sequence || mean.size(0) != n) return std::nullopt;
+    return over_pixels(of->input_.unpack(), g, mean, of->result2_.unpack(self), n, mean.size(1));
+  }
+  if (auto* of = dynamic_cast<generated::NativeBatchNormBackward0*>(&node)) {
+    if (sequence || of->training) return std::nullopt;  // statistics of the batch
+    const Tensor mean = of->running_mean_.unpack().to(wide_of(g)), var = of->running_var_.unpack().to(wide_of(g));
+    return over_pixels(of->input_.unpack(), g, mean, (var + of->eps).rsqrt_(), n, g.size(1));
+  }
+  if (auto* of = dynamic_cast<generated::MulBackward0*>(&node)) {
+    const Tensor x = (weight ? of->self_ : of->other_).unpack();
+    return x.defined() && x.sizes() == g.sizes() ? broadcast(node, weight, x, g, n, sequence) : std::nullopt;
+  }
   if (dynamic_cast<generated::AddBackward0*>(&node)) return broadcast(node, weight, {}, g, n, sequence);
   return std::nullopt;
 }
