@@ -13,7 +13,6 @@ from torch import nn
 
 import torchgradx
 from torchgradx import token_weights
-from torchgradx.record import tokens
 
 N, T, V = 4, 5, 7
 LENGTHS = (5, 2, 0, 3)
@@ -137,45 +136,6 @@ def test_the_call_that_reads_warns_once():
     assert found[0].filename == __file__
     assert 'loss_reduction="sum"' in str(found[0].message)
     assert len(warned(net, [batch()] * 2, token_mean, lambda p: p.shares)) == 1
-
-
-class Arrives:
-    """The event of a flag that is on its way from a GPU: there at the second question."""
-
-    def __init__(self, log):
-        self.log, self.asked = log, 0
-
-    def synchronize(self):
-        self.log.append("waited")
-        self.asked = 1
-
-    def query(self):
-        self.asked += 1
-        return self.asked > 1
-
-
-def test_on_a_gpu_the_first_read_alone_waits_to_warn(monkeypatch):
-    log = []
-    monkeypatch.setattr(tokens, "_copy_to_host", lambda flag: (flag, Arrives(log)))
-
-    def read_that_warns(*lengths):
-        with (
-            warnings.catch_warnings(record=True) as seen,
-            torchgradx.attach(net := model()) as probe,
-        ):
-            warnings.simplefilter("always")
-            for k, (x, y) in enumerate(map(batch, lengths)):
-                token_mean(net(x), y).backward()
-                probe.norms()
-                if seen:
-                    return k
-        return None
-
-    equal = (4, 4, 4, 4)  # the zeros of which are looked at
-    assert read_that_warns(LENGTHS, equal, equal) == 0
-    assert read_that_warns(equal, LENGTHS, equal, equal) == 2  # not there yet when it was asked for
-    assert read_that_warns(equal, equal, equal) is None
-    assert log == ["waited"] * 3
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class Attachment:
                 self._sites.append(site)
                 self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
             blocks = [m for m in modules.values() if may_route(m) and m is not root_of(model)]
-            self._keeping = Keeping(blocks) if blocks else None
+            self._keeping = Keeping(blocks)
             self._recorder.shields = not self._options["weight_grad"]
             self._recorder.keeps_tape = self._options["clip"]
             root = root_of(model)
@@ -170,8 +170,6 @@ class Attachment:
             if not self._standing.on:
                 self._drained()
             if self._hooks is not None:
-                if self._keeping is not None and not self._local.calls:
-                    self._keeping.begin()
                 outer = self._recorder.depth() and self._recorder.current()
                 self._recorder.push(outer or self._begin(module, args, kwargs))
                 self._local.calls.append(call_of_hook())

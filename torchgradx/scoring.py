@@ -9,10 +9,8 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from .attach import attach, set_aside
-from .graph.arguments import tensors_in
 from .graph.nodes import to_signed
 from .options import Model, Parts, check_loss, check_per
 from .probe import Probe
@@ -32,18 +30,6 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
 def call(model: nn.Module, inputs: Any) -> Any:
     args, kwargs = arguments_of(inputs)
     return model(*args, **kwargs)
-
-
-def one_sample(tree: Any, sample: int, n: int, dim: int) -> Any:
-    """Tensors with n entries in dimension `dim` (or their only one) narrowed to one of them."""
-
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
-            return leaf
-        d = dim if leaf.dim() > dim else 0
-        return leaf.narrow(d, sample, 1) if leaf.shape[d] == n else leaf
-
-    return tree_map(one, tree) if tensors_in(tree) else tree
 
 
 @contextlib.contextmanager

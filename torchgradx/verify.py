@@ -15,9 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from .errors import CoverageError, VerificationError
-from .graph.arguments import tensors_in
+from .graph.arguments import one_sample, tensors_in
 from .options import takes_call
-from .scoring import Loss, arguments_of, call, norms_alone, one_sample
+from .scoring import Loss, arguments_of, call, norms_alone
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,7 +6,6 @@ A pair is a sample n and a matrix e, with the number n*E + e.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,6 @@ from ..plan.cost import CODES, plan, rounded
 from ..plan.gpu import Problem, gpu_of
 from ..reference.chunks import accumulation_dtype
 from .by_sample import Factored
-from .outer import Outer
 
 
 class Pairs:
@@ -45,29 +43,25 @@ class Pairs:
         return Pairs(count, matrices, of_rows, lengths)
 
     @cached_property
-    def by_length(self) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """Return the pairs sorted by length, the rows in this order, and (length, pairs) counts."""
-        by_length = self.lengths.argsort(stable=True)
-        rank = torch.full((len(by_length) + 1,), len(by_length), device=by_length.device)
-        rank[by_length] = torch.arange(len(by_length), device=by_length.device)
-        counts = torch.stack(self.known.unique(return_counts=True), 1)
-        return by_length, rank[self.of_rows].argsort(stable=True), counts.tolist()
-
-    @cached_property
     def segments(self) -> tuple[Any, list[tuple[int, int]]]:
         """Return the rows of each pair as segments, and (length, pairs) of their runs."""
         counts = self.known.tolist()
         runs = sorted(Counter(length for length in counts if length).items())
         return segments_from(self.of_rows, len(counts), counts), runs
 
-    def sum_products(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return [E, A, B]: for each matrix, left^T right over all its rows."""
+    def by_matrix(self, *operands: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return the rows of each matrix, in any of its pairs, for each operand."""
         matrix = self.of_rows % self.matrices + self.matrices * (self.of_rows == len(self.lengths))
-        order = matrix.argsort(stable=True)
-        counts = self.known.view(self.count, self.matrices).sum(0).tolist()
-        rest = len(order) - sum(counts)
-        parts = zip(*(t[order].split([*counts, rest]) for t in (left, right)), strict=True)
-        return torch.stack([a.mT @ b for a, b in parts][: self.matrices])
+        counts = self.known.view(self.count, self.matrices).sum(0)
+        return _split(matrix, counts.tolist(), *operands)
+
+
+def _split(groups: Tensor, counts: list[int], *operands: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return the rows of each group, for each operand. groups: of each row; counts: of the rows of
+    each group, after which those of no group come."""
+    order = groups.argsort(stable=True)
+    rest = len(order) - sum(counts)
+    return list(zip(*(t[order].split([*counts, rest]) for t in operands), strict=True))[:-1]
 
 
 @dataclass(frozen=True)
@@ -85,19 +79,6 @@ class Grouped(Factored):
     def operands(self) -> list[Tensor]:
         return [self.left, self.right]
 
-    def by_length(self) -> Iterator[tuple[Outer, Tensor, Tensor]]:
-        """Yield the gradients [P, A, B] of the pairs of one length, their samples and matrices."""
-        by_length, order, counts = self.pairs.by_length
-        left, right = self.left[order], self.right[order]
-        first = row = 0
-        for length, count in counts:
-            pairs, rows = by_length[first : first + count], length * count
-            first += count
-            if length:
-                part = (t[row : row + rows].view(count, length, -1) for t in (left, right))
-                yield Outer(*part), pairs // self.pairs.matrices, pairs % self.pairs.matrices
-            row += rows
-
     def of_biases(self) -> Tensor:
         """Return [N, E, B]: the sums of `right`, where `left` is ones."""
         wide = self.right.to(accumulation_dtype(self.dtype))
@@ -106,14 +87,12 @@ class Grouped(Factored):
         return full.view(self.pairs.count, self.pairs.matrices, -1)
 
     def in_full(self) -> Tensor:
-        sizes = self.pairs.count, self.pairs.matrices, self.left.shape[1], self.right.shape[1]
-        full = self.left.new_zeros(sizes)
-        for outer, samples, matrices in self.by_length():
-            full[samples, matrices] = outer.in_full()
-        return full
+        parts = _split(self.pairs.of_rows, self.pairs.known.tolist(), *self.operands)
+        full = torch.stack([left.mT @ right for left, right in parts])
+        return full.unflatten(0, (self.pairs.count, self.pairs.matrices))
 
     def total(self) -> Tensor:
-        return self.pairs.sum_products(self.left, self.right)
+        return _sum(self.pairs, *self.operands)
 
     def size(self) -> float:
         return float((self.left.norm(dim=1) * self.right.norm(dim=1)).sum())
@@ -135,9 +114,11 @@ class Grouped(Factored):
 
     def along(self, direction: Tensor) -> Tensor:
         dots = direction.new_zeros(len(self))
-        for outer, samples, matrices in self.by_length():
-            products = outer.left.to(dots.dtype) @ direction[matrices]
-            dots.index_add_(0, samples, (products * outer.right.to(dots.dtype)).sum((1, 2)))
+        samples = self.pairs.of_rows // self.pairs.matrices
+        parts = self.pairs.by_matrix(*self.operands, samples)
+        for matrix, (left, right, of_rows) in zip(direction, parts, strict=True):
+            products = (left.to(dots.dtype) @ matrix) * right.to(dots.dtype)
+            dots.index_add_(0, of_rows, products.sum(1))
         return dots
 
     def weighted(self, factors: Tensor) -> Tensor:
@@ -145,4 +126,9 @@ class Grouped(Factored):
         by_pair = factors.to(wide).repeat_interleave(self.pairs.matrices)
         by_row = torch.cat([by_pair, by_pair.new_zeros(1)])[self.pairs.of_rows, None]
         left, right = (torch.where(by_row != 0, t, 0).to(wide) for t in self.operands)
-        return self.pairs.sum_products(left, right * by_row)
+        return _sum(self.pairs, left, right * by_row)
+
+
+def _sum(pairs: Pairs, left: Tensor, right: Tensor) -> Tensor:
+    """Return [E, A, B]: for each matrix, left^T right over all its rows."""
+    return torch.stack([a.mT @ b for a, b in pairs.by_matrix(left, right)])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -97,6 +97,19 @@ def has_flat_rows(arguments: Any, n: int, batch_dim: int) -> bool:
 
 def _has_sizes(t: Tensor) -> bool:
     return not (t.is_nested and t.layout is torch.strided)
+
+
+def one_sample(tree: Any, sample: int, n: int, dim: int) -> Any:
+    """Return arguments or outputs in which tensors with N entries in `dim` (or the only one) have
+    one of them. Nothing flows back to those given."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or size_of_batch(leaf, dim) != n:
+            return leaf
+        d = dim if leaf.dim() > dim else 0
+        return leaf.detach().narrow(d, sample, 1).requires_grad_(leaf.requires_grad)
+
+    return tree_map(one, tree) if tensors_in(tree) else tree
 
 
 def size_of_batch(t: Tensor, batch_dim: int) -> int:

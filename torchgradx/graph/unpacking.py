@@ -25,6 +25,7 @@ SavedHook = tuple[Callable[[Any], Tensor], Any]  # the unpack hook, and its argu
 SAVED_NAMES: dict[str, list[str]] = {}  # attributes of saved tensors, by the name of the node
 Holder: Any = getattr(checkpoint, "_Holder", ())  # what a checkpoint saves in place of a tensor
 INDICES = (torch.int32, torch.int64)
+_stack: Any = torch._C._autograd  # of saved tensors' hooks, for each thread
 
 
 class Kept(NamedTuple):
@@ -35,9 +36,23 @@ class Kept(NamedTuple):
     version: int  # of the value, when it was saved
 
 
-def keep_indices(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]) -> None:
+def take_hooks() -> list[Any]:
+    """Take all hooks off the thread's stack; the lowest comes first."""
+    taken = []
+    while (hooks := _stack._top_saved_tensors_default_hooks(True)) is not None:
+        _stack._pop_saved_tensors_default_hooks()
+        taken.append(hooks)
+    return taken[::-1]
+
+
+def put_hooks(hooks: Iterable[Any]) -> None:
+    for pair in hooks:
+        _stack._push_saved_tensors_default_hooks(*pair)
+
+
+def keep_indices(block: Any, hooks: Any) -> None:
     """Put hooks on the thread's stack that call these, and keep the indices that nodes save, for
-    `saved_value` to read. Autograd gets what the user's hooks give."""
+    `saved_value` to read. Autograd gets what the user's hooks give. block: what they are for."""
     user_pack, user_unpack = hooks
 
     def pack(t: Tensor) -> Any:
@@ -50,7 +65,8 @@ def keep_indices(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]])
     def unpack(saved: Any) -> Tensor:
         return user_unpack(_packed(saved))
 
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    pack.block = block  # type: ignore[attr-defined]
+    put_hooks([(pack, unpack)])
 
 
 def can_ask(node: Any) -> tuple[bool, bool]:
@@ -138,7 +154,7 @@ def _offloads(hook: Any) -> bool:
 
 def saves_through_hooks() -> bool:
     """Return True if saved tensors go through hooks now: a checkpoint's, offloading, or others."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _stack._top_saved_tensors_default_hooks(True) is not None
 
 
 def saved_value(node: Any, key: str) -> Any:

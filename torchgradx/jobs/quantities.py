@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..graph.arguments import one_sample
 from ..probe import Probe
-from ..scoring import Loss, call, one_sample, sample_norms
+from ..scoring import Loss, call, sample_norms
 
 Logits = Callable[[Any], Tensor]
 

@@ -6,7 +6,7 @@ A module owns the parameters that its own forward uses, not those of the childre
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -98,12 +98,6 @@ def parameter_of(module: nn.Module, name: str) -> Tensor | None:
     for part in path:  # no attribute: a part may have the name of a method
         module = module._modules[part]  # type: ignore[assignment]
     return module._parameters.get(key)
-
-
-def same_parameters(one: nn.Module, other: nn.Module, names: Iterable[str]) -> bool:
-    """Return True if these names are the same tensors in both modules; False without names."""
-    same = [parameter_of(one, name) is parameter_of(other, name) for name in names]
-    return bool(same) and all(same)
 
 
 def modules_in_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

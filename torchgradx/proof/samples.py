@@ -10,7 +10,6 @@ a pass ends, before an optimizer can change the weights.
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ..extension import Pass
-from ..graph.arguments import size_of_batch, sized_tensors_in, tensors_in
+from ..graph.arguments import one_sample, size_of_batch, sized_tensors_in, tensors_in
 from ..graph.heads import taken_rows
 from ..graph.nodes import Graph
 from ..kept import model_kept, random_state_kept
@@ -64,7 +62,7 @@ class Samples:
         self._sq_norms = sq_norms
         # By structure: the reason why it is not checked, or None.
         self._checked: dict[Any, str | None] = caches.setdefault("samples", {})
-        self._generators: Any = None  # their states when the forward began
+        self._regimes: list[Regime] = []  # by device, when the forward began
         self._arrived: dict[int, list[KeptForward]] = {}  # by serial number of the pass
 
     @property
@@ -92,7 +90,8 @@ class Samples:
     def begin(self) -> None:
         """Note the random generators before a forward."""
         if self._is_on:
-            self._generators = _generator_states(self._parameters.tensors())
+            devices = {p.device for p in self._parameters.tensors()}
+            self._regimes = [Regime.current(device, draws=True) for device in devices]
 
     def listen(self, run: Pass, key: Any, module: nn.Module, arguments: Any, out: Any) -> None:
         """Keep what the check needs at the end of a forward, if its structure is new."""
@@ -115,7 +114,7 @@ class Samples:
 
     def _why_skipped(self, n: int, module: nn.Module, arguments: Any) -> str | None:
         """Return the reason why the samples of a forward cannot be run alone, or None."""
-        if self._generators != _generator_states(self._parameters.tensors()):
+        if any(regime.drew for regime in self._regimes):
             return "the forward draws random numbers"
         if data_parallel(module) is not None or self._parameters.gathered():
             return "the model is distributed"
@@ -189,7 +188,7 @@ class Samples:
     ) -> Sequence[Tensor | None]:
         """Run the model on one sample, and return the gradients of its parameters."""
         dim, is_mean = self._options["batch_dim"], self._options["loss_reduction"] == "mean"
-        args, kwargs = _take_sample(call.arguments, n, sample, dim)
+        args, kwargs = one_sample(call.arguments, sample, n, dim)
         with (
             self.quiet(),
             model_kept(call.module),
@@ -282,18 +281,6 @@ def _part(t: Tensor, alone: Tensor, n: int, sample: int, dim: int, taken: Tensor
     return t.narrow(d, sample * alone.shape[d], alone.shape[d])
 
 
-def _take_sample(arguments: Any, n: int, sample: int, dim: int) -> Any:
-    """Return the arguments for a batch of one sample."""
-
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or size_of_batch(leaf, dim) != n:
-            return leaf
-        d = dim if leaf.dim() > dim else 0
-        return leaf.detach().narrow(d, sample, 1).requires_grad_(leaf.requires_grad)
-
-    return tree_map(take, arguments)
-
-
 def _may_share(arguments: Any, n: int, dim: int) -> bool:
     """Return True if all samples may share an argument: a mask [T, T] with T = N, for example."""
     first, *others = [t for t in sized_tensors_in(arguments) if t.dim()]
@@ -301,12 +288,3 @@ def _may_share(arguments: Any, n: int, dim: int) -> bool:
     return is_square and any(
         t.dim() < 3 and t.shape != first.shape and size_of_batch(t, dim) == n for t in others
     )
-
-
-def _generator_states(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the states of torch's, numpy's and Python's random generators, to be compared."""
-    devices = {p.device for p in tensors if p.device.type == "cuda"}
-    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-    _, keys, *places = np.random.get_state()
-    arrays = [*(t.numpy() for t in states), np.asarray(keys)]
-    return [array.tobytes() for array in arrays], random.getstate(), places

@@ -20,6 +20,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
 from ..extension import Recorder
+from ..graph.unpacking import put_hooks, take_hooks
 from ..refusals import cause
 
 _C = torch._C._autograd
@@ -116,12 +117,6 @@ class Frames:
 
 def inside_checkpoint(kind: str) -> bool:
     """Return True if saved-tensor hooks of this kind of a checkpoint are active on this thread."""
-    found: list[Any] = []
-    try:
-        while (hooks := _C._top_saved_tensors_default_hooks(True)) is not None:
-            found.append(hooks)
-            _C._pop_saved_tensors_default_hooks()
-    finally:
-        for hooks in reversed(found):
-            _C._push_saved_tensors_default_hooks(*hooks)
-    return any(getattr(unpack, "__qualname__", "").startswith(f"{kind}.") for _, unpack in found)
+    hooks = take_hooks()
+    put_hooks(hooks)
+    return any(getattr(unpack, "__qualname__", "").startswith(f"{kind}.") for _, unpack in hooks)

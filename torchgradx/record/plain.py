@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -245,20 +244,10 @@ class Pass:
         for place, _ in slots:
             self._calls[place] += 1
         self.silent |= not torch.is_grad_enabled()
-        equal = tuple(size == self.n for size in sizes)
-        whole = bool(sizes) and self.n > 0 and sizes[0] % self.n == 0
-        input_sizes = (tuple(size == self.n for size in t.shape[:8]) for t in inputs)
-        self.structure += ((site, equal, whole, self._ago(prod(sizes[:-1])), *input_sizes),)
+        self.structure += ((site, *sizes, *(t.shape for t in inputs)),)
         self.count += 1
         self.seen.append((site, list(sizes), None, 0))
         return self.count - 1
-
-    def _ago(self, rows: int) -> int:
-        """Return how many uses ago the count of rows was the same; 0: never. It tells structures
-        with padding from those without."""
-        # The sizes of an embedding's ids are rows in all their dimensions.
-        counts = ((prod(sizes[:-1]), prod(sizes)) for _, sizes, *_ in reversed(self.seen))
-        return next((k for k, either in enumerate(counts, 1) if rows in either), 0)
 
     def expect(self, place: int, tensor: Tensor) -> None:
         """Expect one more use of a parameter, outside the calls of modules."""

@@ -93,7 +93,6 @@ class TokenWatch:
         self._batch_dim: int = options["batch_dim"]
         self._reads = 0
         self._found: list[Tensor] = []  # bool [] on the outputs' device: unequal counts of zeros
-        self._copies: list[tuple[Tensor, Any]] = []  # the same on the host, see _copy_to_host
 
     def watch(self, outputs: Sequence[Tensor], n: int) -> None:
         """Look at the gradients that a forward's outputs will receive."""
@@ -138,24 +137,9 @@ class TokenWatch:
             self._found = [*self._found[-MAX_LOOKS:], (counts != counts[0]).any()]
 
     def warn(self) -> None:
-        """Warn, once, if a pass since the last call had unequal counts. On a GPU only the first
-        call waits for the result; later ones leave to the next call what is not there yet."""
+        """Warn, once, if a pass since the last call had unequal counts of zeros."""
         self._reads += 1
         found, self._found = self._found, []
-        copies, self._copies = [*self._copies, *map(_copy_to_host, found)], []
-        for flag, event in copies:
-            if event is not None and self._reads == 1:
-                event.synchronize()
-            if event is not None and not event.query():
-                self._copies.append((flag, event))
-            elif self.on and flag:
-                self.on = False
-                warnings.warn(WARNING, stacklevel=4)
-
-
-def _copy_to_host(flag: Tensor) -> tuple[Tensor, Any]:
-    """Return a copy on the host, and the CUDA event after which it is there (None: it is)."""
-    if flag.device.type != "cuda":
-        return flag.cpu(), None
-    host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
-    return host, torch.cuda.current_stream(flag.device).record_event()
+        if self.on and any(map(bool, found)):
+            self.on = False
+            warnings.warn(WARNING, stacklevel=4)

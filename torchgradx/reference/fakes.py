@@ -4,7 +4,7 @@ and for the twins to fill. They check nothing: kernels do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -39,10 +39,6 @@ def linear_fused(
     return grad_weight, grad_output.new_empty(o if bias else 0), empty_sq_norms(activations, bias)
 
 
-def linear_scaled(*arguments: Any) -> Scaled:
-    return linear_fused(*arguments)[:2]
-
-
 def conv2d_fused(
     input: Tensor, grad_output: Tensor, kernel_size: Sequence[int], *rest: Any
 ) -> Fused:
@@ -58,8 +54,12 @@ def conv2d_fused(
     return grad_weight, grad_output.new_empty(o if bias else 0), empty_sq_norms(input, bias)
 
 
-def conv2d_scaled(*arguments: Any) -> Scaled:
-    return conv2d_fused(*arguments)[:2]
+def without_norms(fused: Callable[..., Fused]) -> Callable[..., Scaled]:
+    """Return a function of the same arguments that gives the gradients alone."""
+    return lambda *arguments: fused(*arguments)[:2]
+
+
+linear_scaled, conv2d_scaled = without_norms(linear_fused), without_norms(conv2d_fused)
 
 
 # Parameters that act element by element; operands are [N, T, G, K]

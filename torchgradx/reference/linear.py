@@ -101,11 +101,6 @@ def linear_fused(
     return grad_weight.to(activations.dtype), grad_bias, _with_bias(sq_norms, grad_output, bias)
 
 
-def linear_scaled(*arguments: Any) -> fakes.Scaled:
-    """linear_fused without norms"""
-    return linear_fused(*arguments)[:2]
-
-
 def _grad_bias(grad_output: Tensor, weights: Tensor, bias: bool) -> Tensor:
     """[N, T, O], [N] -> [O], or [0] without a bias"""
     if not bias:
@@ -184,6 +179,4 @@ def conv2d_fused(
     return grad_weight.to(input.dtype), grad_bias, _with_bias(sq_norms, pixels, bias)
 
 
-def conv2d_scaled(*arguments: Any) -> fakes.Scaled:
-    """conv2d_fused without norms"""
-    return conv2d_fused(*arguments)[:2]
+linear_scaled, conv2d_scaled = fakes.without_norms(linear_fused), fakes.without_norms(conv2d_fused)

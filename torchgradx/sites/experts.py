@@ -21,7 +21,7 @@ from ..gradients.by_sample import deliver, total
 from ..gradients.grouped import Grouped, Pairs
 from ..graph.nodes import Node, shape_of
 from ..graph.unpacking import can_run_twice, is_hooked, keep_handles, saved_value
-from ..hooks.copies import untraced
+from ..hooks.copies import stock_of, untraced
 from .several import End
 
 # By node and by the operand that is the parameter: the operand with the rows, and the name under
@@ -180,10 +180,12 @@ class ExpertUse:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return True if a module's parameters are its own, [E, *, *] or, as biases, [E, *]."""
+    """Return True if a user's module has parameters of its own alone, [E, *, *] or, as biases,
+    [E, *]."""
     own = [*module.parameters(recurse=False)]
     has_matrices = 3 in {p.dim() for p in own} <= {2, 3} and len({len(p) for p in own}) == 1
-    return has_matrices and len(own) == len([*module.parameters()])
+    is_users = not stock_of(type(module)).__module__.startswith("torch.nn.")  # as Conv1d's are
+    return is_users and has_matrices and len(own) == len([*module.parameters()])
 
 
 def may_route(module: nn.Module) -> bool:

@@ -33,7 +33,7 @@ class Regime:
     """Conditions of a forward besides its inputs. autocast: None, it is off. rng: states of the
     CPU's, the GPU's, Python's and NumPy's generators; None: the forward draws nothing."""
 
-    device: str
+    device: torch.device
     autocast: torch.dtype | None
     rng: tuple[Tensor, Tensor | None, Any, Any] | None
 
@@ -44,27 +44,27 @@ class Regime:
         enabled = has_autocast and torch.is_autocast_enabled(kind)
         autocast = torch.get_autocast_dtype(kind) if enabled else None
         if not draws:
-            return Regime(kind, autocast, None)
+            return Regime(device, autocast, None)
         on_gpu = torch.cuda.get_rng_state(device) if kind == "cuda" else None
         rng = torch.get_rng_state(), on_gpu, random.getstate(), np.random.get_state()
-        return Regime(kind, autocast, rng)
+        return Regime(device, autocast, rng)
 
     @property
     def drew(self) -> bool:
         """Return True if random numbers have been drawn since."""
         if self.rng is None:
             return False
-        on_cpu, on_gpu, python, (_, keys, position, *_) = self.rng
-        if on_gpu is not None and not torch.equal(torch.cuda.get_rng_state(), on_gpu):
+        on_cpu, on_gpu, python, (_, keys, *places) = self.rng
+        if on_gpu is not None and not torch.equal(torch.cuda.get_rng_state(self.device), on_gpu):
             return True
-        _, keys_now, position_now, *_ = np.random.get_state()
+        _, keys_now, *places_now = np.random.get_state()
         same = torch.equal(torch.get_rng_state(), on_cpu) and random.getstate() == python
-        return not (same and position_now == position and np.array_equal(keys_now, keys))
+        return not (same and places_now == places and np.array_equal(keys_now, keys))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Run what is inside under the same conditions, with the same random numbers."""
-        with torch.autocast(self.device, self.autocast, enabled=self.autocast is not None):
+        with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             if self.rng is None:
                 yield
                 return
@@ -72,7 +72,7 @@ class Regime:
             with random_state_kept():
                 torch.set_rng_state(on_cpu)
                 if on_gpu is not None:
-                    torch.cuda.set_rng_state(on_gpu)
+                    torch.cuda.set_rng_state(on_gpu, self.device)
                 random.setstate(python)
                 np.random.set_state(numpy)
                 yield

@@ -23,7 +23,7 @@ from ..graph.nodes import coarsest_eps
 from ..graph.sizes import look_of
 from ..graph.unpacking import saves_through_hooks
 from ..hooks.copies import stock_of
-from ..layers.modules import CONTAINERS, parameter_of, same_parameters
+from ..layers.modules import CONTAINERS, parameter_of
 from ..layers.rules import Layer
 from .delivery import Delivery, RerunUse
 from .expert_products import Plans, Rows, find_products
@@ -117,15 +117,15 @@ class FallbackSite(Delivery):
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Record the call. Return what replaces the module's output; None: nothing."""
-        if self._was_lifted and self._slots and not kwargs and module is self._module:
+        if module is not self._module:  # one that holds a copy of our hook
+            return None
+        if self._was_lifted and self._slots and not kwargs:
             site = self._recorder, self._index, module, *self._slots, self._call.first
             known = _C.called(*site, args, out)  # records the use; None: C++ cannot
             if known is not None:  # likely served at graph nodes again, which needs nothing saved
                 listen = partial(self._listen_late, args, out, known)
                 self._audit.forwards.postpone(known[1], listen)
                 return None
-        if not self._has_same_parameters(module):
-            return None
         run, parameters = self._recorder.current(), self._trained(module)
         if run is None or torch._C._are_functorch_transforms_active():
             return None
@@ -143,13 +143,6 @@ class FallbackSite(Delivery):
         if outputs:  # else there is no use; a gradient of its parameters is refused when read
             self._record_use(run, parameters, (args, kwargs), outputs, samples)
         return changed
-
-    def _has_same_parameters(self, module: nn.Module) -> bool:
-        """Return True for the site's module, and for its replicas, perhaps in another thread."""
-        if module is self._module:
-            return True
-        names = self._names.values() if self._recorder.depth() else ()
-        return same_parameters(module, self._module, names)
 
     def _why_not(
         self, arguments: Any, parameters: dict[int, Tensor], packs: bool, n: int
@@ -222,7 +215,7 @@ class FallbackSite(Delivery):
     def _listen_late(self, args: Any, out: Tensor, known: tuple[Any, ...]) -> None:
         """Listen to a call that `called` recorded, if it is not served at graph nodes this time."""
         run, number, node, output_nr, version, autocast = known
-        regime = Regime(out.device.type, autocast, None)
+        regime = Regime(out.device, autocast, None)
         use = RerunUse(run, number, self._trained(self._module), regime, out.shape)
         self._listen(use, (args, {}), [out], {node: [(0, output_nr)]}, [version])
 

@@ -71,7 +71,8 @@ def ends_of_module(
     leads: (dimensions of an output) -> how many of them count rows. samples: of each row of the
     first output, if it is packed."""
     above = {(t.grad_fn, t.output_nr) for t in inputs}
-    calls = [Call(module, (), ((), {}), outputs, n, layout, first.shape, Regime("cpu", None, None))
+    regime = Regime(first.device, None, None)
+    calls = [Call(module, (), ((), {}), outputs, n, layout, first.shape, regime)
              for layout in (BATCH, SEQUENCE)]  # fmt: skip
     ends = []
     for t in outputs:
