@@ -1,13 +1,11 @@
 """What only the emulation can ask of the kernels of element-wise parameters and of tables: any
 order of threads, every way of cutting a problem, and the bytes of workspaces."""
 
-from functools import partial
 from math import ceil
 
 import oracle_gather
 import pytest
 import test_affine
-import test_emulated_launchers as launchers
 import torch
 import torch.nn.functional as F
 from backends import EMULATED, each_dtype, needs_emulation
@@ -15,7 +13,7 @@ from emulation.operators import operator, operators
 from oracle_affine import FROZEN, Affine, assert_sq_norms, case
 from oracle_gather import Gather
 from test_affine import fused, norms
-from test_emulated_launchers import _wide
+from test_emulated_launchers import _taken, _wide
 
 pytestmark = needs_emulation
 # One warp, several, and all of a block to a row or a column; samples of several parts; samples that
@@ -30,6 +28,7 @@ PROBLEMS = (
     Affine("group_norm", 2, 70, 32, 2),  # several positions a warp, several groups a piece
     Affine("batch_norm", 3, 6, 40, 1), Affine("batch_norm", 3, 20, 24, 1),
     Affine("group_norm", 2, 24, 4, 136),  # several blocks side by side
+    Affine("scale", 2, 2100, 1, 1),  # one column of several parts
     Affine("scale", 5, 1, 300, 1), Affine("prelu", 2, 1100, 3, 1), Affine("prelu", 3, 9, 1, 1),
 )  # fmt: skip
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: "-".join(map(str, p)))
@@ -119,7 +118,6 @@ def test_a_table_takes_its_sorted_ids_and_no_more(ids):
     assert taken <= 8 * n * d // 32 + 4 * n + 3 * 16 * n * t
 
 
-_taken = partial(launchers._taken, multiprocessors=5)
 LARGE = {  # N, T, G, K
     "long": (8, 1024, 1, 768),
     "samples": (4096, 16, 1, 1024),

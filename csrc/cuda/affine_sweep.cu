@@ -357,7 +357,7 @@ cudaError_t launch_sweep_moments(const MomentsProblem& m, double eps, void* mean
 }
 
 bool sweep_input_suits(const AffineProblem& p, const InputGradient& to) {
-  return sweep_suits(p) && !to.frozen && !to.by_row && side_by_side(p, to.g, to.k);
+  return to.data && sweep_suits(p) && !to.frozen && !to.by_row && side_by_side(p, to.g, to.k);
 }
 
 cudaError_t launch_sweep_input(const AffineProblem& p, const InputGradient& to, const void* means,
