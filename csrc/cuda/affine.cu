@@ -31,14 +31,14 @@ __device__ __forceinline__ void add_column(const Affine& p, bool moving, int64_t
   int g = c;
   const int k = p.features.take_remainder(g);
   const scalar_t* const x = place<scalar_t>(p.input, n, 0, g, k);
-  const scalar_t* const b = place<scalar_t>(p.grads, n, 0, g, k);
+  const scalar_t* const b = place<scalar_t>(p.grad_output, n, 0, g, k);
   scalar_t* const out = kWrites ? place<scalar_t>(p.to, n, 0, g, k) : nullptr;
   const acc_t weight = kWrites ? static_cast<const acc_t*>(p.to.weight)[c] : acc_t(0);
   acc_t mean = read<acc_t>(p.mean, n, 0, g, 0), rstd = read<acc_t>(p.rstd, n, 0, g, 1);
 #pragma unroll 4
   for (int64_t t = first; t < p.T; t += step) {
     if (!kNegative && moving) mean = read<acc_t>(p.mean, n, t, g, 0), rstd = read<acc_t>(p.rstd, n, t, g, 1);
-    const acc_t value = widen(x[t * p.input.t]), grad = widen(b[t * p.grads.t]);
+    const acc_t value = widen(x[t * p.input.t]), grad = widen(b[t * p.grad_output.t]);
     const bool positive = value > acc_t(0);
     const acc_t feature = !kNegative ? (value - mean) * rstd : positive ? acc_t(0) : value;
     sum += grad;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(256) affine_input_kernel(const Affine p, const
   const acc_t *const products = static_cast<const acc_t*>(cut.sums) + n * p.C + int64_t(g) * K, *const sums = products +
                                                                                                               p.N * p.C;
   const scalar_t* const x = place<scalar_t>(p.input, n, 0, g, 0);
-  const scalar_t* const b = place<scalar_t>(p.grads, n, 0, g, 0);
+  const scalar_t* const b = place<scalar_t>(p.grad_output, n, 0, g, 0);
   const auto feature = [&](int64_t t, int k, acc_t mean, acc_t rstd) {
     return (widen(x[t * p.input.t + k * p.input.k]) - mean) * rstd;
   };
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(256) affine_input_kernel(const Affine p, const
   acc_t shift = 0, slope = 0;
 #pragma unroll 4
   for (int k = threadIdx.x; k < K; k += int(blockDim.x)) {
-    const acc_t sum = kByRow ? widen(b[first * p.grads.t + k * p.grads.k]) : sums[k];
+    const acc_t sum = kByRow ? widen(b[first * p.grad_output.t + k * p.grad_output.k]) : sums[k];
     shift += weight[k] * sum;
     slope += weight[k] * (kByRow ? sum * feature(first, k, mean, rstd) : products[k]);
   }
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(256) affine_input_kernel(const Affine p, const
     const int64_t t = first + (cut.along_positions ? inner : outer);
     const int k = cut.along_positions ? outer : inner;
     if (t < p.T) {
-      const acc_t grad = weight[k] * widen(b[t * p.grads.t + k * p.grads.k]);
+      const acc_t grad = weight[k] * widen(b[t * p.grad_output.t + k * p.grad_output.k]);
       out[t * p.to.t + k * p.to.k] = narrow<scalar_t>(rstd * (grad - shift - feature(t, k, mean, rstd) * slope));
     }
   }
@@ -163,35 +163,15 @@ struct Cut {
   }
 };
 
-bool sweeps(const AffineProblem& p, const InputGradient& to) {  // to: or of norms alone
-  return sweep_suits(p) && !(to.data && to.frozen);
-}
-
-struct AffineWorkspace {
-  Carver carver;
-  double* partials;
-  void *sums, *means, *sweep;
-
-  // kept: where the sums go, if they are a result.
-  AffineWorkspace(const AffineProblem& p, const InputGradient& to, void* workspace, bool keeps = false,
-                  void* kept = nullptr)
-      : carver(workspace),
-        partials(sweeps(p, to) ? nullptr : carver.take<double>(2 * p.N * Cut(p).blocks * sizeof(double))),
-        sums(keeps     ? kept
-             : to.data ? carver.take<void>(2 * p.N * p.G * p.K * accumulator_bytes(p.dtype))
-                       : nullptr),
-        means(sweep_input_suits(p, to) ? carver.take<void>(2 * p.N * p.G * accumulator_bytes(p.dtype)) : nullptr),
-        sweep(sweeps(p, to) ? carver.take<void>(sweep_workspace(p, keeps || to.data)) : nullptr) {}
-};
-
-// to.data null: norms alone; else grad_input too where `writes`.
-cudaError_t launch_columns(const AffineProblem& p, const InputGradient& to, bool writes, bool bias,
-                           const AffineWorkspace& own, void* sq_norms, cudaStream_t stream) {
-  if (sweeps(p, to)) return launch_sweep(p, to, bias, own.sums, own.means, sq_norms, own.sweep, stream);
+// Sums, their squares, and grad_input where it waits for none of them.
+cudaError_t launch_columns(const AffineProblem& p, const InputGradient& to, bool bias, void* sums, void* sq_norms,
+                           Workspace& workspace, cudaStream_t stream) {
   const Cut cut(p);
+  double* const partials = workspace.take<double>(2 * p.N * cut.blocks * sizeof(double));
   if (!fits(p) || p.N > kMostIndex / 2 / std::max<int64_t>(cut.blocks, 1)) return cudaErrorInvalidConfiguration;
-  const bool moving = p.mean.t != 0 || p.rstd.t != 0;
-  const Columns columns{FastDivisor(cut.blocks), cut.sharing, cut.along_positions, moving, own.partials, own.sums};
+  if (workspace.counts()) return cudaSuccess;
+  const bool moving = p.mean.t != 0 || p.rstd.t != 0, writes = to.data && to.frozen;
+  const Columns columns{FastDivisor(cut.blocks), cut.sharing, cut.along_positions, moving, partials, sums};
   cudaError_t error = cudaSuccess;
   if (p.N > 0 && cut.blocks > 0)
     error = dispatch(p.dtype, [&](auto zero) {
@@ -205,22 +185,18 @@ cudaError_t launch_columns(const AffineProblem& p, const InputGradient& to, bool
       return writes ? run(affine_columns_kernel<scalar_t, false, true>)
                     : run(affine_columns_kernel<scalar_t, false, false>);
     });
-  if (error == cudaSuccess && sq_norms)
-    error =
-        launch_sum_partials(p.dtype, own.partials, p.N * (1 + int64_t(bias)), cut.blocks, nullptr, sq_norms, stream);
-  return error;
+  if (error != cudaSuccess) return error;
+  return launch_sum_partials(p.dtype, partials, p.N * (1 + int64_t(bias)), cut.blocks, nullptr, sq_norms, stream);
 }
 
-cudaError_t launch_input(const AffineProblem& p, const InputGradient& to, const AffineWorkspace& own,
-                         cudaStream_t stream) {
+cudaError_t launch_input(const AffineProblem& p, const InputGradient& to, const void* sums, cudaStream_t stream) {
   constexpr int64_t kElements = 1 << 13;  // of a block
   if (p.N == 0 || p.T == 0 || p.G == 0 || p.K == 0) return cudaSuccess;
-  if (own.means) return launch_sweep_input(p, to, own.means, stream);
   const int64_t positions = to.by_row ? 1 : std::clamp<int64_t>(kElements / p.K, 1, p.T);
   const int64_t blocks = ceil_div(p.T, positions);
   if (p.N > kMostIndex / p.G / blocks) return cudaErrorInvalidConfiguration;
   const bool along_positions = positions > 1 && positions_closer(p);
-  const Elements cut{own.sums,
+  const Elements cut{sums,
                      int(positions),
                      FastDivisor(blocks),
                      FastDivisor(p.G),
@@ -237,50 +213,30 @@ cudaError_t launch_input(const AffineProblem& p, const InputGradient& to, const 
 
 }  // namespace
 
-size_t affine_workspace(const AffineProblem& problem, bool) {
-  return AffineWorkspace(problem, {}, nullptr).carver.size();
-}
-
-cudaError_t launch_affine(const AffineProblem& problem, bool bias, void* sq_norms, void* workspace,
-                          cudaStream_t stream) {
-  return launch_columns(problem, {}, false, bias, AffineWorkspace(problem, {}, workspace), sq_norms, stream);
-}
-
-int64_t affine_parts(const AffineProblem& p, const InputGradient& to) {
-  return to.data && affine_rows_suit(p, to) ? affine_rows_parts(p) : 1;
-}
-
-size_t affine_by_sample_workspace(const AffineProblem& p, const InputGradient& to) {
-  if (to.data && affine_rows_suit(p, to)) return affine_rows_by_sample_workspace(p);
-  return AffineWorkspace(p, to, nullptr, /*keeps=*/true).carver.size();
-}
-
-cudaError_t launch_affine_by_sample(const AffineProblem& p, const InputGradient& to, bool bias, void* by_sample,
-                                    void* sq_norms, void* workspace, cudaStream_t stream) {
-  if (to.data && affine_rows_suit(p, to))
-    return launch_affine_rows_by_sample(p, to, bias, by_sample, sq_norms, workspace, stream);
-  const AffineWorkspace own(p, to, workspace, /*keeps=*/true, by_sample);
-  const cudaError_t error = launch_columns(p, to, to.data && to.frozen, bias, own, sq_norms, stream);
-  return error == cudaSuccess && to.data && !to.frozen ? launch_input(p, to, own, stream) : error;
-}
-
 bool affine_reads_weight(const AffineProblem& p, const InputGradient& to) {
   return affine_rows_suit(p, to) || sweep_input_suits(p, to);
 }
 
-size_t affine_fused_workspace(const AffineProblem& p, const InputGradient& to, const Gradients& gradients) {
-  if (affine_rows_suit(p, to)) return affine_rows_workspace(p, gradients);
-  return AffineWorkspace(p, to, nullptr).carver.size();
+int64_t affine_parts(const AffineProblem& p, const InputGradient& to) {
+  return affine_rows_suit(p, to) ? affine_rows_parts(p) : 1;
 }
 
-cudaError_t launch_affine_fused(const AffineProblem& p, const InputGradient& to, const Gradients& gradients,
-                                void* sq_norms, void* workspace, cudaStream_t stream) {
-  if (affine_rows_suit(p, to)) return launch_affine_rows(p, to, gradients, sq_norms, workspace, stream);
-  const AffineWorkspace own(p, to, workspace);
-  cudaError_t error = launch_columns(p, to, to.frozen, gradients.bias, own, sq_norms, stream);
-  if (error == cudaSuccess && !to.frozen) error = launch_input(p, to, own, stream);
-  if (error == cudaSuccess)
-    error = launch_sum_rows(to.weight_dtype, own.sums, gradients.scale, p.N, p.G * p.K, gradients.weight, stream, 1,
+cudaError_t launch_affine(const AffineProblem& p, const InputGradient& to, const AffineResults& results,
+                          Workspace& workspace, cudaStream_t stream) {
+  if (affine_rows_suit(p, to)) return launch_affine_rows(p, to, results, workspace, stream);
+  const Gradients& gradients = results.gradients;
+  void* sums = results.by_sample;
+  if (!sums && to.data) sums = workspace.take<void>(2 * p.N * p.G * p.K * accumulator_bytes(p.dtype));
+  void* const means =
+      sweep_input_suits(p, to) ? workspace.take<void>(2 * p.N * p.G * accumulator_bytes(p.dtype)) : nullptr;
+  cudaError_t error = sweep_suits(p) && !(to.data && to.frozen)
+                          ? launch_sweep(p, to, results.bias, sums, means, results.sq_norms, workspace, stream)
+                          : launch_columns(p, to, results.bias, sums, results.sq_norms, workspace, stream);
+  if (workspace.counts()) return error;
+  if (error == cudaSuccess && to.data && !to.frozen)
+    error = means ? launch_sweep_input(p, to, means, stream) : launch_input(p, to, sums, stream);
+  if (error == cudaSuccess && gradients.weight)
+    error = launch_sum_rows(to.weight_dtype, sums, gradients.scale, p.N, p.G * p.K, gradients.weight, stream, 1,
                             gradients.bias);
   return error;
 }

@@ -9,23 +9,13 @@
 
 namespace torchgradx::cuda {
 
-struct Affine {
-  ElementOperand input, grads;
-  Statistic mean, rstd;
+struct Affine : AffineProblem {
   InputGradient to;  // data null: not wanted
-  int64_t N, T, C;
+  int64_t C;
   FastDivisor features;  // K
 
   explicit Affine(const AffineProblem& p, const InputGradient& to = {})
-      : input(p.input),
-        grads(p.grad_output),
-        mean(p.mean),
-        rstd(p.rstd),
-        to(to),
-        N(p.N),
-        T(p.T),
-        C(p.G * p.K),
-        features(p.K) {}
+      : AffineProblem(p), to(to), C(p.G * p.K), features(p.K) {}
 };
 
 template <class scalar_t>

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kMostWarps* warp_threads) affine_rows_kernel(c
     const int64_t sample = kSingle ? row : n, t = kSingle ? 0 : row;
     mean = read<acc_t>(p.mean, sample, t, 0, 0), rstd = read<acc_t>(p.rstd, sample, t, 0, 1);
     x.load(place<scalar_t>(p.input, sample, t, 0, 0), p.input.k, thread, step, D);
-    b.load(place<scalar_t>(p.grads, sample, t, 0, 0), p.grads.k, thread, step, D);
+    b.load(place<scalar_t>(p.grad_output, sample, t, 0, 0), p.grad_output.k, thread, step, D);
   };
   if (begin < end) load(begin);
 #pragma unroll 1
@@ -205,7 +205,7 @@ bool in_pieces(const AffineProblem& p, const InputGradient& to) {
 // The column sums as rows, of which those of one sample and kind add up to its gradient: [2 N, parts, D].
 LinearProblem rows_of_sums(const AffineProblem& p, const Cut& cut, bool bias, const void* sums) {
   const DType wide = p.dtype == DType::kDouble ? DType::kDouble : DType::kFloat;
-  return {wide, p.N * (1 + int64_t(bias)), cut.parts, 0, p.K, {}, {sums, cut.parts * p.K, p.K, 1}, p.device};
+  return {wide, p.N * (1 + int64_t(bias)), cut.parts, 0, p.K, {}, {sums, cut.parts * p.K, p.K, 1}, {}};
 }
 
 cudaError_t launch_sweep(const AffineProblem& p, const InputGradient& to, const Cut& cut, const Teams& teams,
@@ -223,59 +223,33 @@ cudaError_t launch_sweep(const AffineProblem& p, const InputGradient& to, const 
   });
 }
 
-struct RowsWorkspace {
-  Carver carver;
-  void *sums, *bias;
-
-  RowsWorkspace(const AffineProblem& p, const Cut& cut, bool bias, void* workspace)
-      : carver(workspace),
-        sums(carver.take<void>(2 * cut.sets * cut.parts * p.K * accumulator_bytes(p.dtype))),
-        bias(cut.single ? nullptr : carver.take<void>(bias_workspace(rows_of_sums(p, cut, bias, nullptr), false))) {}
-};
-
 }  // namespace
 
 bool affine_rows_suit(const AffineProblem& p, const InputGradient& to) {
-  return to.by_row && !to.frozen && !p.negative && p.G == 1 && p.N > 0 && p.T > 0 && p.K > 0 &&
+  return to.data && to.by_row && !to.frozen && !p.negative && p.G == 1 && p.N > 0 && p.T > 0 && p.K > 0 &&
          p.K <= warp_columns(p) * kMostWarps;
-}
-
-size_t affine_rows_workspace(const AffineProblem& p, const Gradients& gradients) {
-  return RowsWorkspace(p, Cut(p), gradients.bias, nullptr).carver.size();
-}
-
-cudaError_t launch_affine_rows(const AffineProblem& p, const InputGradient& to, const Gradients& gradients,
-                               void* sq_norms, void* workspace, cudaStream_t stream) {
-  const Cut cut(p);
-  if (!affine_rows_suit(p, to) || !fits(p) || cut.sets > kMostIndex / cut.parts) return cudaErrorInvalidConfiguration;
-  const RowsWorkspace own(p, cut, gradients.bias, workspace);
-  const Teams teams{cut.warps, cut.parts, cut.rows, gradients.scale, own.sums, sq_norms, gradients.bias != nullptr};
-  cudaError_t error = launch_sweep(p, to, cut, teams, stream);
-  if (error == cudaSuccess && !cut.single)
-    error = launch_bias(rows_of_sums(p, cut, gradients.bias, own.sums), {}, sq_norms, own.bias, stream);
-  const int64_t R = cut.sets * cut.parts, each = cut.single ? 1 : cut.parts;
-  if (error == cudaSuccess)
-    error = launch_sum_rows(to.weight_dtype, own.sums, cut.single ? nullptr : gradients.scale, R, p.K, gradients.weight,
-                            stream, each, gradients.bias);
-  return error;
 }
 
 int64_t affine_rows_parts(const AffineProblem& p) {
   return Cut(p, /*by_sample=*/true).parts;
 }
 
-size_t affine_rows_by_sample_workspace(const AffineProblem& p) {
-  return bias_workspace(rows_of_sums(p, Cut(p, /*by_sample=*/true), true, nullptr), false);
-}
-
-cudaError_t launch_affine_rows_by_sample(const AffineProblem& p, const InputGradient& to, bool bias, void* by_sample,
-                                         void* sq_norms, void* workspace, cudaStream_t stream) {
-  const Cut cut(p, /*by_sample=*/true);
-  if (!affine_rows_suit(p, to) || !fits(p) || cut.sets > kMostIndex / cut.parts) return cudaErrorInvalidConfiguration;
-  const Teams teams{cut.warps, cut.parts, cut.rows, nullptr, by_sample, sq_norms, bias};
-  const cudaError_t error = launch_sweep(p, to, cut, teams, stream);
-  if (error != cudaSuccess) return error;
-  return launch_bias(rows_of_sums(p, cut, bias, by_sample), {}, sq_norms, workspace, stream);
+cudaError_t launch_affine_rows(const AffineProblem& p, const InputGradient& to, const AffineResults& results,
+                               Workspace& workspace, cudaStream_t stream) {
+  const Gradients& gradients = results.gradients;
+  const Cut cut(p, results.by_sample);
+  if (!fits(p) || cut.sets > kMostIndex / cut.parts) return cudaErrorInvalidConfiguration;
+  void* sums = results.by_sample;
+  if (!sums) sums = workspace.take<void>(2 * cut.sets * cut.parts * p.K * accumulator_bytes(p.dtype));
+  cudaError_t error = cudaSuccess;
+  if (!workspace.counts())
+    error = launch_sweep(
+        p, to, cut, {cut.warps, cut.parts, cut.rows, gradients.scale, sums, results.sq_norms, results.bias}, stream);
+  if (error == cudaSuccess && !cut.single)
+    error = launch_bias(rows_of_sums(p, cut, results.bias, sums), {}, results.sq_norms, workspace, stream);
+  if (error != cudaSuccess || workspace.counts() || !gradients.weight) return error;
+  return launch_sum_rows(to.weight_dtype, sums, cut.single ? nullptr : gradients.scale, cut.sets * cut.parts, p.K,
+                         gradients.weight, stream, cut.single ? 1 : cut.parts, gradients.bias);
 }
 
 }  // namespace torchgradx::cuda

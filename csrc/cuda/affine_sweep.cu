@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kSweepThreads, 1) affine_sweep_kernel(const Af
 #pragma unroll 4
     for (int64_t t = at.t; t < at.end; t += at.step) {
       const auto x = vector_at<scalar_t, kV>(p.input, at.n, t, at.column);
-      const auto b = kKind == kMoments ? x : vector_at<scalar_t, kV>(p.grads, at.n, t, at.column);
+      const auto b = kKind == kMoments ? x : vector_at<scalar_t, kV>(p.grad_output, at.n, t, at.column);
       const acc_t row_mean = kKind == kMoving ? read<acc_t>(p.mean, at.n, t, 0, 0) : acc_t(0);
       const acc_t row_rstd = kKind == kMoving ? read<acc_t>(p.rstd, at.n, t, 0, 1) : acc_t(0);
 #pragma unroll
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kSweepThreads)
 #pragma unroll 2
   for (int64_t t = at.t; t < at.end; t += at.step) {
     const auto x = vector_at<scalar_t, kV>(p.input, at.n, t, at.column);
-    const auto b = vector_at<scalar_t, kV>(p.grads, at.n, t, at.column);
+    const auto b = vector_at<scalar_t, kV>(p.grad_output, at.n, t, at.column);
     Vector<scalar_t, kV> made;
 #pragma unroll
     for (int j = 0; j < kV; ++j)
@@ -235,10 +235,6 @@ __global__ void __launch_bounds__(kSweepThreads)
 
 // Host
 
-int64_t bytes_of(DType dtype) {
-  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
-}
-
 // Elements of 16 bytes, if all rows begin at multiples of them; else 1.
 template <class... Operands>
 int vector_of(const AffineProblem& p, const Operands&... operands) {
@@ -247,14 +243,6 @@ int vector_of(const AffineProblem& p, const Operands&... operands) {
     return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.t % V == 0 && (p.N == 1 || x.n % V == 0);
   };
   return p.G * p.K % V == 0 && (whole(operands) && ...) ? int(V) : 1;
-}
-
-Sweep sweep_of(const SweepCut& cut, void* sums, double* partials) {
-  return {FastDivisor(cut.chunks), FastDivisor(cut.parts), cut.lanes, sums, partials};
-}
-
-bool too_many(const AffineProblem& p, const SweepCut& cut) {
-  return !fits(p) || p.N > kMostIndex / cut.chunks / cut.parts;
 }
 
 // run(zero, vector) with the vector's length as a type.
@@ -267,88 +255,54 @@ cudaError_t with_vector(DType dtype, int V, const F& f) {
 }
 
 template <class Kernel, class... Arguments>
-cudaError_t start(Kernel kernel, const AffineProblem& p, const SweepCut& cut, cudaStream_t stream,
-                  const Arguments&... arguments) {
-  return launch(kernel, dim3(unsigned(p.N * cut.chunks * cut.parts)), dim3(kSweepThreads), 0, stream, arguments...);
+cudaError_t start(Kernel kernel, const Affine& p, const SweepCut& cut, void* sums, double* partials,
+                  cudaStream_t stream, const Arguments&... arguments) {
+  if (!fits(p) || p.N > kMostIndex / cut.chunks / cut.parts) return cudaErrorInvalidConfiguration;
+  const Sweep sweep{FastDivisor(cut.chunks), FastDivisor(cut.parts), cut.lanes, sums, partials};
+  return launch(kernel, dim3(unsigned(p.N * cut.chunks * cut.parts)), dim3(kSweepThreads), 0, stream, p, sweep,
+                arguments...);
 }
 
-AffineProblem problem_of(const MomentsProblem& m) {
-  return {m.dtype, m.N, m.T, m.G, m.K, m.input, m.input, {}, {}, false, {}};
+void* take_parts(const AffineProblem& p, const SweepCut& cut, Workspace& workspace) {
+  return workspace.take<void>(2 * p.N * cut.parts * p.G * p.K * accumulator_bytes(p.dtype));
 }
-
-int share_of(const AffineProblem& p) {  // threads of a group
-  int share = 1;
-  while (share < warp_threads && share < p.K) share *= 2;
-  return share;
-}
-
-SweepCut cut_of(const AffineProblem& p) {
-  return SweepCut(p, vector_of(p, p.input, p.grad_output));
-}
-
-struct SweepWorkspace {
-  Carver carver;
-  void* sums;
-  double* partials;
-
-  SweepWorkspace(const AffineProblem& p, const SweepCut& cut, bool fused, void* workspace)
-      : carver(workspace),
-        sums(fused || cut.parts > 1 ? carver.take<void>(2 * p.N * cut.parts * p.G * p.K * accumulator_bytes(p.dtype))
-                                    : nullptr),
-        partials(fused || cut.parts > 1 ? nullptr : carver.take<double>(2 * p.N * cut.chunks * sizeof(double))) {}
-};
 
 }  // namespace
 
-bool sweep_suits(const MomentsProblem& m, bool centred) {
-  return m.over_positions && centred && sweep_suits(problem_of(m));
-}
-
-size_t sweep_workspace(const AffineProblem& p, bool fused) {
-  return SweepWorkspace(p, cut_of(p), fused, nullptr).carver.size();
-}
-
 cudaError_t launch_sweep(const AffineProblem& p, const InputGradient& to, bool bias, void* sums, void* means,
-                         void* sq_norms, void* workspace, cudaStream_t stream) {
-  const SweepCut cut = cut_of(p);
-  if (too_many(p, cut)) return cudaErrorInvalidConfiguration;
-  const SweepWorkspace own(p, cut, sums, workspace);
-  const bool moving = p.mean.t != 0 || p.rstd.t != 0;
+                         void* sq_norms, Workspace& workspace, cudaStream_t stream) {
+  const SweepCut cut(p, vector_of(p, p.input, p.grad_output));
+  const bool joins = sums || cut.parts > 1, moving = p.mean.t != 0 || p.rstd.t != 0;
+  void* const parts = joins ? take_parts(p, cut, workspace) : nullptr;
+  double* const partials = joins ? nullptr : workspace.take<double>(2 * p.N * cut.chunks * sizeof(double));
+  if (workspace.counts()) return cudaSuccess;
   const cudaError_t error = with_vector(p.dtype, cut.V, [&](auto zero, auto vector) {
     using scalar_t = decltype(zero);
     constexpr int kV = decltype(vector)::value;
-    const Sweep sweep = sweep_of(cut, own.sums, own.partials);
-    return moving ? start(affine_sweep_kernel<scalar_t, kV, kMoving>, p, cut, stream, Affine(p), sweep)
-                  : start(affine_sweep_kernel<scalar_t, kV, kGroups>, p, cut, stream, Affine(p), sweep);
+    return moving ? start(affine_sweep_kernel<scalar_t, kV, kMoving>, Affine(p), cut, parts, partials, stream)
+                  : start(affine_sweep_kernel<scalar_t, kV, kGroups>, Affine(p), cut, parts, partials, stream);
   });
   if (error != cudaSuccess) return error;
-  if (own.partials)
-    return launch_sum_partials(p.dtype, own.partials, p.N * (1 + int64_t(bias)), cut.chunks, nullptr, sq_norms, stream);
-  const Joined joined{own.sums, int(cut.parts), share_of(p), sums, means, sq_norms, bias};
+  if (!joins)
+    return launch_sum_partials(p.dtype, partials, p.N * (1 + int64_t(bias)), cut.chunks, nullptr, sq_norms, stream);
+  const Joined joined{parts, int(cut.parts), lanes_for(p.K), sums, means, sq_norms, bias};
   const auto join = [&](auto kernel) {
     return launch(kernel, dim3(unsigned(p.N)), dim3(kJoinThreads), 0, stream, Affine(p, to), joined);
   };
   return p.dtype == DType::kDouble ? join(affine_join_kernel<double>) : join(affine_join_kernel<float>);
 }
 
-size_t sweep_moments_workspace(const MomentsProblem& m) {
-  const AffineProblem p = problem_of(m);
-  return SweepWorkspace(p, SweepCut(p, vector_of(p, p.input)), true, nullptr).carver.size();
-}
-
-cudaError_t launch_sweep_moments(const MomentsProblem& m, double eps, void* mean, void* rstd, void* workspace,
+cudaError_t launch_sweep_moments(const AffineProblem& p, double eps, void* mean, void* rstd, Workspace& workspace,
                                  cudaStream_t stream) {
-  const AffineProblem p = problem_of(m);
   const SweepCut cut(p, vector_of(p, p.input));
-  if (too_many(p, cut)) return cudaErrorInvalidConfiguration;
-  const SweepWorkspace own(p, cut, true, workspace);
+  void* const parts = take_parts(p, cut, workspace);
+  if (workspace.counts()) return cudaSuccess;
   const cudaError_t error = with_vector(p.dtype, cut.V, [&](auto zero, auto vector) {
     constexpr int kV = decltype(vector)::value;
-    return start(affine_sweep_kernel<decltype(zero), kV, kMoments>, p, cut, stream, Affine(p),
-                 sweep_of(cut, own.sums, nullptr));
+    return start(affine_sweep_kernel<decltype(zero), kV, kMoments>, Affine(p), cut, parts, nullptr, stream);
   });
   if (error != cudaSuccess) return error;
-  const Joined joined{own.sums, int(cut.parts), share_of(p), nullptr, nullptr, nullptr, false};
+  const Joined joined{parts, int(cut.parts), lanes_for(p.K), nullptr, nullptr, nullptr, false};
   return dispatch(p.dtype, [&](auto zero) {
     using acc_t = accumulator<decltype(zero)>;
     return launch(moments_join_kernel<decltype(zero)>, dim3(unsigned(p.N)), dim3(kJoinThreads), 0, stream, Affine(p),
@@ -363,12 +317,11 @@ bool sweep_input_suits(const AffineProblem& p, const InputGradient& to) {
 cudaError_t launch_sweep_input(const AffineProblem& p, const InputGradient& to, const void* means,
                                cudaStream_t stream) {
   const SweepCut cut(p, vector_of(p, p.input, p.grad_output, to));
-  if (too_many(p, cut)) return cudaErrorInvalidConfiguration;
   return with_vector(p.dtype, cut.V, [&](auto zero, auto vector) {
     using scalar_t = decltype(zero);
     constexpr int kV = decltype(vector)::value;
-    return start(affine_sweep_input_kernel<scalar_t, kV>, p, cut, stream, Affine(p, to),
-                 sweep_of(cut, nullptr, nullptr), static_cast<const accumulator<scalar_t>*>(means));
+    return start(affine_sweep_input_kernel<scalar_t, kV>, Affine(p, to), cut, nullptr, nullptr, stream,
+                 static_cast<const accumulator<scalar_t>*>(means));
   });
 }
 

@@ -3,6 +3,7 @@
 #include "batched.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/ceil_div.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/constant_pad_nd.h>
@@ -53,13 +54,7 @@ Tensor padded(const Tensor& x, int64_t positions) {
   return x.size(1) == positions ? x : at::constant_pad_nd(x, {0, 0, 0, positions - x.size(1)});
 }
 
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-int64_t accumulator_bytes(const Rows& rows) {
-  return int64_t(c10::elementSize(accumulator_of(rows.activations)));
-}
+using at::ceil_div;
 
 // Samples of a run, if each takes so many bytes: the runs are about equal.
 int64_t samples_of_run(int64_t N, int64_t bytes) {
@@ -74,15 +69,15 @@ int64_t rows_of_run(int64_t O, int64_t bytes_of_row) {
 
 }  // namespace
 
-void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, const Gradients* gradients,
+void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, const Gradients& gradients,
                    const SqNorms& sq_norms) {
   const Unseen unseen;
   const auto wide = rows.activations.options().dtype(accumulator_of(rows.activations));
-  const int64_t bytes = accumulator_bytes(rows);
+  const int64_t bytes = int64_t(wide.dtype().itemsize());
   const int64_t high = rows_of_run(p.O, p.I * bytes), each = samples_of_run(p.N, high * p.I * bytes);
   const int64_t parts = p.O / high * square_parts(high * p.I) + square_parts(p.O % high * p.I);
   const Tensor squares = at::empty({p.N, sq_norms.weight ? parts : 0}, wide.dtype(at::kDouble));
-  const Tensor sum = at::empty({gradients && each < p.N ? high * p.I : 0}, wide);
+  const Tensor sum = at::empty({gradients.weight && each < p.N ? high * p.I : 0}, wide);
   const auto at_byte = [](const void* base, int64_t offset) {
     return base ? static_cast<char*>(const_cast<void*>(base)) + offset : nullptr;
   };
@@ -95,28 +90,26 @@ void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, con
       const bool last = n + count == p.N;
       const Tensor made = product(grads.narrow(0, n, count).mT(), rows.activations.narrow(0, n, count)).contiguous();
       GradientsOfRun of{made.const_data_ptr(), count, size};
-      if (gradients) {
-        of.scale = at_byte(gradients->scale, n * bytes);
+      if (gradients.weight) {
+        of.scale = at_byte(gradients.scale, n * bytes);
         of.before = n ? sum.const_data_ptr() : nullptr;
         of.last = last;
-        of.sum =
-            last ? at_byte(gradients->weight, row * p.I * rows.activations.element_size()) : sum.mutable_data_ptr();
+        of.sum = last ? at_byte(gradients.weight, row * p.I * rows.activations.element_size()) : sum.mutable_data_ptr();
       }
       of.squares = sq_norms.weight ? squares.mutable_data_ptr<double>() + n * parts + part : nullptr;
       of.parts = parts;
-      run("gradients", 0, [&](void*, cudaStream_t stream) { return launch_gradients(p.dtype, of, stream); });
+      run("gradients", [&](cudaStream_t stream) { return launch_gradients(p.dtype, of, stream); });
     }
     part += square_parts(size);
   }
   if (sq_norms.weight)
-    run("squares", 0, [&](void*, cudaStream_t stream) {
+    run("squares", [&](cudaStream_t stream) {
       return launch_sum_partials(p.dtype, squares.const_data_ptr<double>(), p.N, parts, nullptr, sq_norms.weight,
                                  stream);
     });
-  const Gradients of_bias = gradients ? *gradients : Gradients{};
-  if (sq_norms.bias || of_bias.bias)
-    run("bias", bias_workspace(p, of_bias.bias), [&](void* workspace, cudaStream_t stream) {
-      return launch_bias(p, of_bias, sq_norms.bias, workspace, stream);
+  if (sq_norms.bias || gradients.bias)
+    run("bias", [&](Workspace& workspace, cudaStream_t stream) {
+      return launch_bias(p, gradients, sq_norms.bias, workspace, stream);
     });
 }
 
@@ -129,7 +122,7 @@ Tensor scaled(const Run& run, const Tensor& t, const void* scale, bool masks) {
   const Tensor from = apart ? t : t.contiguous(t.suggest_memory_format());
   const Tensor to = at::empty_like(from);
   const SamplesToScale samples{from.const_data_ptr(), to.mutable_data_ptr(), N, size, scale, masks};
-  run("scale", 0, [&](void*, cudaStream_t stream) { return launch_scale_samples(dtype_of(t), samples, stream); });
+  run("scale", [&](cudaStream_t stream) { return launch_scale_samples(dtype_of(t), samples, stream); });
   return to;
 }
 
@@ -172,21 +165,23 @@ void sum_gradients(const Run& run, const ConvShape& s, const Tensor& input, cons
 
 void run_grams(const Run& run, const LinearProblem& p, const Rows& rows, void* sq_norms) {
   const Unseen unseen;
-  const int64_t bytes = accumulator_bytes(rows);
-  const int64_t pitch = gram_pitch(p.T), each = samples_of_run(p.N, 2 * pitch * pitch * bytes);
-  run("gram", joined_workspace(p), [&](void* workspace, cudaStream_t stream) {
-    for (int64_t n = 0; n < p.N; n += each) {
-      const int64_t count = std::min(each, p.N - n);
-      const auto gram = [&](const Tensor& of) {
-        const Tensor mine = padded(of.narrow(0, n, count), pitch);
-        return product(mine, mine.mT());
-      };
-      const Tensor of_a = gram(rows.activations), of_b = gram(rows.grad_output);
-      const cudaError_t error =
-          launch_join(p, of_a.const_data_ptr(), of_b.const_data_ptr(), n, count, workspace, stream);
-      if (error != cudaSuccess) return error;
-    }
-    return launch_verdict(p, sq_norms, workspace, stream);
+  const int64_t bytes = int64_t(c10::elementSize(accumulator_of(rows.activations)));
+  const int64_t pitch = gram_pitch(p.T), each = samples_of_run(p.N, 2 * pitch * pitch * bytes), parts = gram_parts(p.T);
+  const Tensor memory =
+      at::empty({p.N * parts * int64_t(sizeof(GramSums))}, rows.activations.options().dtype(at::kByte));
+  GramSums* const sums = static_cast<GramSums*>(memory.mutable_data_ptr());
+  for (int64_t n = 0; n < p.N; n += each) {
+    const int64_t count = std::min(each, p.N - n);
+    const auto gram = [&](const Tensor& of) {
+      const Tensor mine = padded(of.narrow(0, n, count), pitch);
+      return product(mine, mine.mT());
+    };
+    const Tensor of_a = gram(rows.activations), of_b = gram(rows.grad_output);
+    const GramsOfRun of{of_a.const_data_ptr(), of_b.const_data_ptr(), count, p.T, parts, sums + n * parts};
+    run("gram", [&](cudaStream_t stream) { return launch_grams(p.dtype, of, stream); });
+  }
+  run("gram", [&](Workspace& workspace, cudaStream_t stream) {
+    return launch_verdict(p, sums, parts, sq_norms, workspace, stream);
   });
 }
 

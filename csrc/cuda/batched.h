@@ -41,7 +41,7 @@ inline bool one_sum_is_quicker(const LinearProblem& p) {
 }
 
 // |G_n|^2, with `gradients` their weighted sum too; the bias beside it.
-void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, const Gradients* gradients,
+void run_gradients(const Run& run, const LinearProblem& p, const Rows& rows, const Gradients& gradients,
                    const SqNorms& sq_norms);
 // sum_n scale_n G_n of all samples at once, and the bias's: a scaled copy of the operands and one product.
 void sum_gradients(const Run& run, const Rows& rows, const Gradients& gradients);

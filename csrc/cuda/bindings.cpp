@@ -44,46 +44,42 @@ bool gram_is_quicker(const LinearProblem& p, bool weighted) {
 }
 
 void run_bias(const Run& run, const LinearProblem& p, void* sq_norms) {
-  run("bias", bias_workspace(p, false),
-      [&](void* workspace, cudaStream_t stream) { return launch_bias(p, {}, sq_norms, workspace, stream); });
+  run("bias", [&](Workspace& workspace, cudaStream_t on) { return launch_bias(p, {}, sq_norms, workspace, on); });
 }
 
 template <class Problem>
 void run_gram(const Run& run, const Problem& p, const SqNorms& sq_norms) {
-  run("gram", gram_workspace(p),
-      [&](void* workspace, cudaStream_t stream) { return launch_gram(p, sq_norms.weight, workspace, stream); });
+  run("gram", [&](Workspace& workspace, cudaStream_t on) { return launch_gram(p, sq_norms.weight, workspace, on); });
   if (sq_norms.bias) run_bias(run, rows_of_bias(p), sq_norms.bias);
 }
 
 void run_rank1(const Run& run, const LinearProblem& p, const SqNorms& sq_norms) {
-  run("rank1", 0, [&](void*, cudaStream_t stream) { return launch_rank1(p, sq_norms, stream); });
+  run("rank1", [&](cudaStream_t stream) { return launch_rank1(p, sq_norms, stream); });
 }
 
+// By tiles; gradients of null: norms alone.
 template <class Problem>
-void run_direct(const Run& run, const Problem& p, const SqNorms& sq_norms) {
-  run("direct", direct_workspace(p),
-      [&](void* workspace, cudaStream_t stream) { return launch_direct(p, sq_norms, workspace, stream); });
+void run_direct(const Run& run, const Problem& p, const Gradients& gradients, const SqNorms& sq_norms) {
+  run("direct", [&](Workspace& workspace, cudaStream_t stream) {
+    if constexpr (std::is_same_v<Problem, Conv2dProblem>)
+      if (planes_suit(p)) return launch_planes(p, gradients, sq_norms, workspace, stream);
+    return launch_direct(p, gradients, sq_norms, workspace, stream);
+  });
 }
 
-template <class Problem>
-void run_fused(const Run& run, const Problem& p, const Gradients& gradients, const SqNorms& sq_norms) {
-  run("fused", fused_workspace(p, gradients, sq_norms),
-      [&](void* workspace, cudaStream_t stream) { return launch_fused(p, gradients, sq_norms, workspace, stream); });
-}
-
-// By Hopper's kernel, if it serves; gradients of null: norms alone.
-template <class Problem>
-bool run_sm90(const Run& run, const Problem& p, const Gradients* gradients, const SqNorms& sq_norms) {
+// By Hopper's kernel, if it serves.
+bool run_sm90(const Run& run, const Conv2dProblem& p, const Gradients& gradients, const SqNorms& sq_norms) {
   if (!sm90_suits(p)) return false;
-  run("direct_sm90", sm90_workspace(p, gradients, sq_norms),
-      [&](void* workspace, cudaStream_t stream) { return launch_sm90(p, gradients, sq_norms, workspace, stream); });
+  run("direct_sm90", [&](Workspace& workspace, cudaStream_t stream) {
+    return launch_sm90(p, gradients, sq_norms, workspace, stream);
+  });
   return true;
 }
 
-bool rows_by_sm90(const Run& run, const Rows& rows, const Gradients* gradients, const SqNorms& sq_norms) {
+bool rows_by_sm90(const Run& run, const Rows& rows, const Gradients& gradients, const SqNorms& sq_norms) {
   if (!run.device().sm90 || rows.activations.size(2) % 8) return false;
   const Rows aligned{aligned_rows(rows.activations), aligned_rows(rows.grad_output)};
-  return run_sm90(run, problem_of(aligned, run), gradients, sq_norms);
+  return run_sm90(run, images_of_rows(aligned, run), gradients, sq_norms);
 }
 
 // A convolution by it, and how the weight's gradient lies: channels last; rows of pixels as a Linear where the kernel
@@ -93,7 +89,7 @@ enum class Served { kNot, kChannelsLast, kContiguous };
 // One of few channels, such as an image's three: in a padded copy, channels last, the pixels under a row of the kernel
 // lie side by side, so that they are the channels of a kernel that is one pixel wide.
 Served rows_of_kernel_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& g,
-                              const Gradients* gradients, const SqNorms& sq_norms) {
+                              const Gradients& gradients, const SqNorms& sq_norms) {
   if (s.C > 8 || s.dilationW > 1) return Served::kNot;
   const int64_t C = s.C <= 4 && s.kW % 2 == 0 && s.strideW % 2 == 0 ? 4 : 8;  // rows of whole 16 bytes
   const int64_t high = s.H + 2 * s.padH, wide = s.W + 2 * s.padW;
@@ -103,18 +99,16 @@ Served rows_of_kernel_by_sm90(const Run& run, const ConvShape& s, const Tensor& 
   row.C = s.kW * C, row.H = high, row.W = s.outW, row.kW = row.strideW = 1, row.padH = row.padW = 0;
   const Tensor rows = padded.as_strided({s.N, row.C, high, s.outW}, {high * wide * C, 1, wide * C, s.strideW * C});
   const Conv2dProblem p = problem_of(row, rows, g, run);
-  if (!gradients) return run_sm90(run, p, nullptr, sq_norms) ? Served::kContiguous : Served::kNot;
+  if (!gradients.weight) return run_sm90(run, p, {}, sq_norms) ? Served::kContiguous : Served::kNot;
   const Tensor weight = at::empty({s.O, s.kH, s.kW, C}, input.options());
-  Gradients of_rows = *gradients;
-  of_rows.weight = weight.mutable_data_ptr();
-  if (!run_sm90(run, p, &of_rows, sq_norms)) return Served::kNot;
-  at::from_blob(gradients->weight, {s.O, s.C, s.kH, s.kW}, input.options())
+  if (!run_sm90(run, p, {weight.mutable_data_ptr(), gradients.bias, gradients.scale}, sq_norms)) return Served::kNot;
+  at::from_blob(gradients.weight, {s.O, s.C, s.kH, s.kW}, input.options())
       .copy_(weight.narrow(3, 0, s.C).permute({0, 3, 1, 2}));
   return Served::kContiguous;
 }
 
 Served images_by_sm90(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
-                      const Gradients* gradients, const SqNorms& sq_norms) {
+                      const Gradients& gradients, const SqNorms& sq_norms) {
   if (!run.device().sm90 || s.groups > 1 || s.O % 8 || input.element_size() != 2) return Served::kNot;
   const auto as_rows = [&](const Tensor& x, const Tensor& g) {
     return rows_by_sm90(run, {x, rows_of_pixels(g)}, gradients, sq_norms) ? Served::kContiguous : Served::kNot;
@@ -140,15 +134,15 @@ void gram_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
 }
 
 void direct_of_rows(const Run& run, const Rows& rows, const SqNorms& sq_norms) {
-  if (rows_by_sm90(run, rows, nullptr, sq_norms)) return;
+  if (rows_by_sm90(run, rows, {}, sq_norms)) return;
   const LinearProblem p = problem_of(rows, run);
-  gradients_are_batched(p) ? run_gradients(run, p, rows, nullptr, sq_norms) : run_direct(run, p, sq_norms);
+  gradients_are_batched(p) ? run_gradients(run, p, rows, {}, sq_norms) : run_direct(run, p, {}, sq_norms);
 }
 
 void fused_of_rows(const Run& run, const Rows& rows, const Gradients& gradients, const SqNorms& sq_norms) {
   const LinearProblem p = problem_of(rows, run);
   const auto sum = [&] {
-    gradients.scale || !sums_are_batched(gradients, p) ? run_fused(run, p, gradients, {nullptr, nullptr})
+    gradients.scale || !sums_are_batched(gradients, p) ? run_direct(run, p, gradients, {})
                                                        : sum_gradients(run, rows, gradients);
   };
   if (p.T == 1) {
@@ -157,12 +151,12 @@ void fused_of_rows(const Run& run, const Rows& rows, const Gradients& gradients,
   } else if (gram_is_quicker(p, gradients.scale)) {
     sum();
     gram_of_rows(run, rows, sq_norms);
-  } else if (rows_by_sm90(run, rows, &gradients, sq_norms)) {
+  } else if (rows_by_sm90(run, rows, gradients, sq_norms)) {
     return;
   } else if (gradients_are_batched(p)) {
-    run_gradients(run, p, rows, &gradients, sq_norms);
+    run_gradients(run, p, rows, gradients, sq_norms);
   } else {
-    run_fused(run, p, gradients, sq_norms);
+    run_direct(run, p, gradients, sq_norms);
   }
 }
 
@@ -170,8 +164,8 @@ void fused_of_rows(const Run& run, const Rows& rows, const Gradients& gradients,
 void scaled_of_rows(const Run& run, const Rows& rows, const Gradients& gradients) {
   const LinearProblem p = problem_of(rows, run);
   const bool one_sum = sums_are_batched(gradients, p);
-  if (!(one_sum && one_sum_is_quicker(p)) && rows_by_sm90(run, rows, &gradients, {nullptr, nullptr})) return;
-  one_sum ? sum_gradients(run, rows, gradients) : run_fused(run, p, gradients, {nullptr, nullptr});
+  if (!(one_sum && one_sum_is_quicker(p)) && rows_by_sm90(run, rows, gradients, {})) return;
+  one_sum ? sum_gradients(run, rows, gradients) : run_direct(run, p, gradients, {});
 }
 
 // Operators
@@ -218,22 +212,24 @@ Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const s
                              });
 }
 
-// Returns true if the weight's gradient has come to be [O, kH, kW, C].
+// Returns true if the weight's gradient has come to be [O, kH, kW, C]; sq_norms of null: the gradients alone.
 bool fused_of_images(const Run& run, const ConvShape& s, const Tensor& input, const Tensor& grads,
                      const Gradients& gradients, const SqNorms& sq_norms) {
-  const Served served = images_by_sm90(run, s, input, grads, &gradients, sq_norms);
+  const Served served = images_by_sm90(run, s, input, grads, gradients, sq_norms);
   if (served != Served::kNot) return served == Served::kChannelsLast;
-  if (const auto rows = rows_of_images(s, input, grads); rows && gradients_are_batched(problem_of(*rows, run))) {
+  const auto rows = sq_norms.weight ? rows_of_images(s, input, grads) : std::nullopt;
+  const int64_t largest = std::max(s.C * s.H * s.W, s.O * s.outH * s.outW);
+  const bool one_sum = !sq_norms.weight && sums_are_batched(gradients, s.N, largest);
+  if (rows && gradients_are_batched(problem_of(*rows, run))) {
     fused_of_rows(run, *rows, gradients, sq_norms);
-    return false;
+  } else if (one_sum && s.groups == 1) {
+    sum_gradients(run, s, input, grads, gradients);
+  } else {
+    const Images images = in_one_order(s, input, grads);
+    const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
+    one_sum && !planes_suit(p) ? sum_gradients(run, s, input, grads, gradients)
+                               : run_direct(run, p, gradients, sq_norms);
   }
-  const Images images = in_one_order(s, input, grads);
-  const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
-  if (planes_suit(p))
-    run("planes", planes_fused_workspace(p),
-        [&](void* workspace, cudaStream_t on) { return launch_planes_fused(p, gradients, sq_norms, workspace, on); });
-  else
-    run_fused(run, p, gradients, sq_norms);
   return false;
 }
 
@@ -257,14 +253,11 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
                               bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   return norms(input, s.N, bias, is_empty(s), [&](const Run& run, const SqNorms& sq_norms) {
-    if (images_by_sm90(run, s, input, grad_output, nullptr, sq_norms) != Served::kNot) return;
+    if (images_by_sm90(run, s, input, grad_output, {}, sq_norms) != Served::kNot) return;
     if (const auto rows = rows_of_images(s, input, grad_output); rows && gradients_are_batched(problem_of(*rows, run)))
       return direct_of_rows(run, *rows, sq_norms);
     const Images images = in_one_order(s, input, grad_output);
-    const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
-    if (!planes_suit(p)) return run_direct(run, p, sq_norms);
-    run("planes", planes_direct_workspace(p),
-        [&](void* workspace, cudaStream_t on) { return launch_planes_direct(p, sq_norms, workspace, on); });
+    run_direct(run, problem_of(s, images.input, images.grads, run), {}, sq_norms);
   });
 }
 
@@ -289,6 +282,13 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef k
   return {in_order_of(input, s, weight, channels_last), grad_bias, sq_norms};
 }
 
+// Lengths that never repeat would be planned anew each time: three leading bits are enough to choose by.
+int64_t rounded(int64_t length) {
+  int64_t step = 16;  // direct_sm90's
+  while (length > 8 * step) step *= 2;
+  return (length + step - 1) / step * step;
+}
+
 std::vector<Tensor> segments_fused(const Tensor& activations, const Tensor& grad_output, const Tensor& starts,
                                    int64_t longest, bool weight, bool bias) {
   const Tensor all_a = activations.unsqueeze(0), all_g = grad_output.unsqueeze(0);
@@ -301,18 +301,18 @@ std::vector<Tensor> segments_fused(const Tensor& activations, const Tensor& grad
   if (N < 1 || s.T == 0 || s.O == 0 || s.I % 8 || s.I == 0 || activations.element_size() != 2) return {};
   const Rows rows{aligned_rows(all_a), aligned_rows(all_g)};
   const auto problem = [&](const Run& run) {
-    LinearProblem p = problem_of(rows, run);
-    p.N = N, p.T = longest, p.starts = starts.const_data_ptr<int>(), p.rows = s.T;
+    Conv2dProblem p = images_of_rows(rows, run);
+    p.N = N, p.W = p.outW = rounded(longest), p.starts = starts.const_data_ptr<int>(), p.rows = s.T;
     return p;
   };
   if (!sm90_suits(problem(Run(activations)))) return {};
   if (!weight)
     return {norms(activations, N, bias, false,
-                  [&](const Run& run, const SqNorms& sq_norms) { run_sm90(run, problem(run), nullptr, sq_norms); })};
+                  [&](const Run& run, const SqNorms& sq_norms) { run_sm90(run, problem(run), {}, sq_norms); })};
   const auto [made, of_bias, sq] =
       gradients_and_norms(activations, {s.O, s.I}, N, std::nullopt, bias, false,
                           [&](const Run& run, const Gradients& gradients, const SqNorms& sq_norms) {
-                            run_sm90(run, problem(run), &gradients, sq_norms);
+                            run_sm90(run, problem(run), gradients, sq_norms);
                           });
   return {made, of_bias, sq};
 }
@@ -333,24 +333,11 @@ Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, IntArrayRef
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   check_scale(scale, s.N, input);
   bool channels_last = false;
-  const auto [weight, grad_bias, none] = gradients_and_norms(
-      input, {s.O, s.C / s.groups, s.kH, s.kW}, std::nullopt, scale, bias, is_empty(s),
-      [&](const Run& run, const Gradients& gradients, const SqNorms& no_norms) {
-        const Served served = images_by_sm90(run, s, input, grad_output, &gradients, no_norms);
-        channels_last = served == Served::kChannelsLast;
-        if (served != Served::kNot) return;
-        const int64_t largest = std::max(s.C * s.H * s.W, s.O * s.outH * s.outW);
-        const bool one_sum = sums_are_batched(gradients, s.N, largest);
-        if (one_sum && s.groups == 1) return sum_gradients(run, s, input, grad_output, gradients);
-        const Images images = in_one_order(s, input, grad_output);
-        const Conv2dProblem p = problem_of(s, images.input, images.grads, run);
-        if (planes_suit(p))
-          run("planes", planes_fused_workspace(p), [&](void* workspace, cudaStream_t on) {
-            return launch_planes_fused(p, gradients, no_norms, workspace, on);
-          });
-        else
-          one_sum ? sum_gradients(run, s, input, grad_output, gradients) : run_fused(run, p, gradients, no_norms);
-      });
+  const auto [weight, grad_bias, none] =
+      gradients_and_norms(input, {s.O, s.C / s.groups, s.kH, s.kW}, std::nullopt, scale, bias, is_empty(s),
+                          [&](const Run& run, const Gradients& gradients, const SqNorms& no_norms) {
+                            channels_last = fused_of_images(run, s, input, grad_output, gradients, no_norms);
+                          });
   return {in_order_of(input, s, weight, channels_last), grad_bias};
 }
 

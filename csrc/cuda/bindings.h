@@ -58,11 +58,19 @@ class Run {
     return device_;
   }
 
-  // launch(workspace, stream), with the workspace until the stream has done with it: torch's allocator sees to that.
+  // launch(stream), or launch(workspace, stream), first to count: torch's allocator keeps the memory until the stream
+  // has done with it.
   template <class Launch>
-  void operator()(const char* kernel, size_t workspace_bytes, const Launch& launch) const {
-    const Tensor workspace = workspace_bytes ? at::empty({int64_t(workspace_bytes)}, bytes_) : Tensor();
-    check(kernel, launch(workspace_bytes ? workspace.mutable_data_ptr() : nullptr, stream_));
+  void operator()(const char* kernel, const Launch& launch) const {
+    if constexpr (std::is_invocable_v<Launch, cudaStream_t>) {
+      check(kernel, launch(stream_));
+    } else {
+      Workspace counted;
+      check(kernel, launch(counted, stream_));
+      const Tensor memory = counted.size() ? at::empty({counted.size()}, bytes_) : Tensor();
+      Workspace workspace(counted.size() ? memory.mutable_data_ptr() : nullptr);
+      check(kernel, launch(workspace, stream_));
+    }
   }
 
  private:

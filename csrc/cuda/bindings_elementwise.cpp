@@ -1,6 +1,6 @@
 // The operators on parameters that act element by element, and on tables, for CUDA tensors. As in bindings.cpp.
 #include "../operators/lines.h"
-#include "bindings.h"
+#include "operands.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
@@ -40,7 +40,7 @@ Statistic statistic_of(const OptionalTensor& t) {  // [N, T or 1, G], each of wh
 }
 
 AffineProblem problem_of(const Tensor& input, const Tensor& grad_output, const OptionalTensor& mean,
-                         const OptionalTensor& rstd, bool negative, const Run& run) {
+                         const OptionalTensor& rstd, bool negative) {
   return {dtype_of(input),
           input.size(0),
           input.size(1),
@@ -50,22 +50,20 @@ AffineProblem problem_of(const Tensor& input, const Tensor& grad_output, const O
           elements_of(grad_output),
           statistic_of(mean),
           statistic_of(rstd),
-          negative,
-          run.device()};
+          negative};
 }
 
-Tensor norms(const Tensor& input, const Tensor& grad_output, const OptionalTensor& mean, const OptionalTensor& rstd,
-             bool negative, bool bias) {
-  const auto options = input.options().dtype(accumulator_of(input));
-  if (input.numel() == 0) return at::zeros({1 + int64_t(bias), input.size(0)}, options);
-  const Tensor sq_norms = at::empty({1 + int64_t(bias), input.size(0)}, options);
-  const Run run(input);
-  const Tensor grads = lying_as(grad_output, input);
-  const AffineProblem p = problem_of(input, grads, mean, rstd, negative, run);
-  run("affine", affine_workspace(p, bias), [&](void* workspace, cudaStream_t stream) {
-    return launch_affine(p, bias, sq_norms.mutable_data_ptr(), workspace, stream);
+void run_affine(const Run& run, const AffineProblem& p, const InputGradient& to, const AffineResults& results) {
+  run("affine",
+      [&](Workspace& workspace, cudaStream_t stream) { return launch_affine(p, to, results, workspace, stream); });
+}
+
+Tensor affine_norms(const Tensor& input, const Tensor& grad_output, const OptionalTensor& mean,
+                    const OptionalTensor& rstd, bool negative, bool bias) {
+  return norms(input, input.size(0), bias, input.numel() == 0, [&](const Run& run, const SqNorms& sq_norms) {
+    const Tensor grads = lying_as(grad_output, input);
+    run_affine(run, problem_of(input, grads, mean, rstd, negative), {}, {sq_norms.weight, bias, {}, nullptr});
   });
-  return sq_norms;
 }
 
 // And the weight that it points to.
@@ -95,13 +93,11 @@ AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
   const Tensor factors = scale ? scale->to(wide.dtype()).contiguous() : Tensor();
   const Run run(input);
   const Tensor grads = lying_as(grad_output, input);
-  const AffineProblem p = problem_of(input, grads, mean, rstd, negative, run);
+  const AffineProblem p = problem_of(input, grads, mean, rstd, negative);
   const auto [to, weights] = input_gradient(p, grad_input, weight, frozen, by_row);
   const Gradients gradients{grad_weight.mutable_data_ptr(), bias ? grad_bias.mutable_data_ptr() : nullptr,
                             scale ? factors.const_data_ptr() : nullptr};
-  run("affine", affine_fused_workspace(p, to, gradients), [&](void* workspace, cudaStream_t stream) {
-    return launch_affine_fused(p, to, gradients, sq_norms.mutable_data_ptr(), workspace, stream);
-  });
+  run_affine(run, p, to, {sq_norms.mutable_data_ptr(), bias, gradients, nullptr});
   return {grad_input, grad_weight, grad_bias, sq_norms};
 }
 
@@ -110,7 +106,7 @@ AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
 Tensor affine_sq_norms(const Tensor& input, const Tensor& grad_output, const OptionalTensor& mean,
                        const OptionalTensor& rstd, bool bias) {
   check_affine(input, grad_output, mean, rstd);
-  return norms(input, grad_output, mean, rstd, false, bias);
+  return affine_norms(input, grad_output, mean, rstd, false, bias);
 }
 
 AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
@@ -131,15 +127,12 @@ BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const 
     return {grad_input, at::zeros({1 + int64_t(bias), N}, wide), at::zeros({1 + int64_t(bias), N, 1, C}, wide)};
   const Run run(input);
   const Tensor grads = lying_as(grad_output, input);
-  const AffineProblem p = problem_of(input, grads, mean, rstd, false, run);
+  const AffineProblem p = problem_of(input, grads, mean, rstd, false);
   const auto [to, weights] =
       weight ? input_gradient(p, grad_input, *weight, frozen, by_row) : std::pair<InputGradient, Tensor>();
   const Tensor sq_norms = at::empty({1 + int64_t(bias), N}, wide),
                gradients = at::empty({2, N, affine_parts(p, to), C}, wide);
-  run("affine", affine_by_sample_workspace(p, to), [&](void* workspace, cudaStream_t stream) {
-    return launch_affine_by_sample(p, to, bias, gradients.mutable_data_ptr(), sq_norms.mutable_data_ptr(), workspace,
-                                   stream);
-  });
+  run_affine(run, p, to, {sq_norms.mutable_data_ptr(), bias, {}, gradients.mutable_data_ptr()});
   return {grad_input, sq_norms, gradients.narrow(0, 0, 1 + int64_t(bias))};
 }
 
@@ -151,7 +144,7 @@ Tensor affine_sum(const Tensor& gradients, const OptionalTensor& scale, at::Scal
   if (rows.numel() == 0) return sum.zero_();
   const Tensor factors = scale ? scale->to(rows.scalar_type()).contiguous() : Tensor();
   const Run run(rows);
-  run("sum", 0, [&](void*, cudaStream_t stream) {
+  run("sum", [&](cudaStream_t stream) {
     return launch_sum_rows(dtype_of(sum), rows.const_data_ptr(), scale ? factors.const_data_ptr() : nullptr, N * P, C,
                            sum.mutable_data_ptr(), stream, P);
   });
@@ -160,7 +153,7 @@ Tensor affine_sum(const Tensor& gradients, const OptionalTensor& scale, at::Scal
 
 Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output) {
   check_affine(input, grad_output, {}, {});
-  return norms(input, grad_output, {}, {}, true, false);
+  return affine_norms(input, grad_output, {}, {}, true, false);
 }
 
 Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight, const OptionalTensor& scale) {
@@ -177,12 +170,11 @@ std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred
   const auto wide = input.options().dtype(accumulator_of(input));
   const Tensor rstd = at::empty({input.size(0), over_positions ? 1 : input.size(1), input.size(2)}, wide);
   const Tensor mean = centred ? at::empty(rstd.sizes(), wide) : at::empty({0}, wide);
-  const MomentsProblem p{dtype_of(input), input.size(0),      input.size(1), input.size(2),
-                         input.size(3),   elements_of(input), over_positions};
+  const AffineProblem p = problem_of(input, input, {}, {}, false);
   const Run run(input);
-  run("moments", moments_workspace(p, centred), [&](void* workspace, cudaStream_t stream) {
-    return launch_moments(p, eps, centred ? mean.mutable_data_ptr() : nullptr, rstd.mutable_data_ptr(), workspace,
-                          stream);
+  run("moments", [&](Workspace& workspace, cudaStream_t stream) {
+    return launch_moments(p, over_positions, eps, centred ? mean.mutable_data_ptr() : nullptr, rstd.mutable_data_ptr(),
+                          workspace, stream);
   });
   return {mean, rstd};
 }
@@ -199,16 +191,15 @@ Tensor gather_sq_norms(const Tensor& indices, const Tensor& grad_output, std::op
   const Tensor sq_norms = at::empty({N}, options);
   const auto [ids, positions] = at::sort(indices.to(at::kLong), /*stable=*/true, /*dim=*/1, /*descending=*/false);
   const Tensor in_order = ids.contiguous(), places = positions.contiguous();
-  const GatherProblem p{
-      dtype_of(grad_output),
-      N,
-      grad_output.size(1),
-      grad_output.size(2),
-      in_order.const_data_ptr<int64_t>(),
-      places.const_data_ptr<int64_t>(),
-      {grad_output.const_data_ptr(), grad_output.stride(0), grad_output.stride(1), grad_output.stride(2)},
-      padding_idx.value_or(-1)};
-  run("gather", gather_workspace(p), [&](void* workspace, cudaStream_t stream) {
+  const GatherProblem p{dtype_of(grad_output),
+                        N,
+                        grad_output.size(1),
+                        grad_output.size(2),
+                        in_order.const_data_ptr<int64_t>(),
+                        places.const_data_ptr<int64_t>(),
+                        rows_of(grad_output),
+                        padding_idx.value_or(-1)};
+  run("gather", [&](Workspace& workspace, cudaStream_t stream) {
     return launch_gather(p, sq_norms.mutable_data_ptr(), workspace, stream);
   });
   return sq_norms;
@@ -226,7 +217,7 @@ Tensor turned(const Tensor& input) {
   const TurnProblem p{int64_t(input.element_size()), input.size(0),   input.size(1),   input.size(2),
                       input.const_data_ptr(),        input.stride(0), input.stride(2), made.mutable_data_ptr()};
   const Run run(input);
-  run("turn", 0, [&](void*, cudaStream_t stream) { return launch_turn(p, stream); });
+  run("turn", [&](cudaStream_t stream) { return launch_turn(p, stream); });
   return made;
 }
 

@@ -25,25 +25,8 @@ inline int64_t accumulator_bytes(DType dtype) {
   return dtype == DType::kDouble ? sizeof(double) : sizeof(float);
 }
 
-// A workspace by pieces, each aligned as the whole is.
-class Carver {
- public:
-  explicit Carver(void* workspace) : start_(static_cast<char*>(workspace)) {}
-
-  template <class T>
-  T* take(int64_t bytes) {
-    char* const piece = start_ + size_;
-    size_ += ceil_div<int64_t>(bytes, kAlignment) * kAlignment;
-    return start_ ? reinterpret_cast<T*>(piece) : nullptr;
-  }
-  size_t size() const {
-    return size_;
-  }
-
- private:
-  static constexpr int64_t kAlignment = 256;
-  char* const start_;  // null: only the size is asked for
-  int64_t size_ = 0;
-};
+inline int64_t bytes_of(DType dtype) {
+  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
+}
 
 }  // namespace torchgradx::cuda

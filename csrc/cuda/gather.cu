@@ -78,20 +78,13 @@ __global__ void __launch_bounds__(kMostWarps* warp_threads) gather_kernel(const 
   if (threadIdx.x == 0) partials[blockIdx.x] = ids[0] < 0 ? std::numeric_limits<double>::quiet_NaN() : square;
 }
 
-int64_t blocks_of(const GatherProblem& p) {
-  return ceil_div<int64_t>(p.D, warp_threads);
-}
-
 }  // namespace
 
-size_t gather_workspace(const GatherProblem& p) {
-  return size_t(p.N * blocks_of(p)) * sizeof(double);
-}
-
-cudaError_t launch_gather(const GatherProblem& p, void* sq_norms, void* workspace, cudaStream_t stream) {
-  const int64_t blocks = blocks_of(p);
+cudaError_t launch_gather(const GatherProblem& p, void* sq_norms, Workspace& workspace, cudaStream_t stream) {
+  const int64_t blocks = ceil_div<int64_t>(p.D, warp_threads);
   if (p.T > kMostIndex || p.N > kMostIndex / std::max<int64_t>(blocks, 1)) return cudaErrorInvalidConfiguration;
-  double* const partials = static_cast<double*>(workspace);
+  double* const partials = workspace.take<double>(p.N * blocks * sizeof(double));
+  if (workspace.counts()) return cudaSuccess;
   const int warps = p.T <= 64 ? 4 : p.T <= 512 ? 8 : kMostWarps;
   cudaError_t error = cudaSuccess;
   if (p.N > 0 && p.T > 0 && blocks > 0)

@@ -51,128 +51,53 @@ cudaError_t with_product(const Layer<Loader>& layer, const Device& device, const
   return layer.grads.positions <= 64 ? with_product_of<64>(layer, device, f) : with_product_of<128>(layer, device, f);
 }
 
-template <class Product, class Loader>
-struct Plan {
-  GramArguments<Loader> arguments{};
-  int64_t blocks, warp_parts;
+}  // namespace
 
-  Plan(const Layer<Loader>& layer, const Device& device) {
-    auto& a = arguments;
-    a.operands[0] = layer.activations, a.operands[1] = layer.grads;
-    a.N = int(layer.N), a.groups = layer.groups;
-    a.tiles = int(ceil_div(layer.grads.positions, Product::kM));
-    const int64_t pairs = int64_t(a.tiles) * (a.tiles + 1) / 2 * a.groups;
-    const int64_t steps = int64_t(layer.activations.features) + layer.grads.features;
-    a.parts =
-        choose_parts(layer.N, pairs, steps, device.multiprocessors * GramBlock<Product, Loader>::kPerMultiprocessor);
-    blocks = pairs * a.parts, warp_parts = pairs * kGramWarps;
-  }
-};
+template <class Problem>
+cudaError_t launch_verdict(const Problem& problem, const GramSums* sums, int64_t parts, void* sq_norms,
+                           Workspace& workspace, cudaStream_t stream) {
+  if (problem.N > kMostIndex) return cudaErrorInvalidConfiguration;
+  uint8_t* const doubtful = workspace.take<uint8_t>(problem.N);
+  const auto judge = [&](auto kernel, auto* to) {
+    return launch(kernel, dim3(unsigned(problem.N)), dim3(128), 0, stream, sums, parts, to, doubtful);
+  };
+  cudaError_t error = cudaSuccess;
+  if (!workspace.counts())
+    error = problem.dtype == DType::kDouble ? judge(verdict_kernel<double>, static_cast<double*>(sq_norms))
+                                            : judge(verdict_kernel<float>, static_cast<float*>(sq_norms));
+  if (error != cudaSuccess) return error;
+  return launch_direct(problem, {}, {sq_norms, nullptr}, workspace, stream, doubtful);
+}
+template cudaError_t launch_verdict(const LinearProblem&, const GramSums*, int64_t, void*, Workspace&, cudaStream_t);
 
-struct Workspace {
-  GramSums* sums;
-  uint8_t* doubtful;
-  void* of_direct;
-  size_t bytes;
-
-  Workspace(int64_t N, int64_t warp_parts, size_t direct_bytes, void* workspace) {
-    Carver carver(workspace);
-    sums = carver.take<GramSums>(N * warp_parts * sizeof(GramSums));
-    doubtful = carver.take<uint8_t>(N);
-    of_direct = carver.take<char>(direct_bytes);
-    bytes = carver.size();
-  }
-};
-
-// Calls f(plan) for the problem's layer and product.
-template <class Problem, class F>
-cudaError_t with_plan(const Problem& problem, const F& f) {
+template <class Problem>
+cudaError_t launch_gram(const Problem& problem, void* sq_norms, Workspace& workspace, cudaStream_t stream) {
   return with_layer(problem, [&](auto layer) {
     using Loader = typename decltype(layer)::Loader;
     choose_access(layer, false);
+    const int64_t positions = layer.grads.positions, steps = int64_t(layer.activations.features) + layer.grads.features;
+    if (layer.N == 0) return cudaSuccess;
+    if (positions == 0 || layer.activations.features == 0 || layer.grads.features == 0)
+      return clear(sq_norms, layer.N * accumulator_bytes(problem.dtype), stream);
     return with_product(layer, problem.device, [&](auto product) {
-      return f(Plan<typename decltype(product)::type, Loader>(layer, problem.device));
+      using Product = typename decltype(product)::type;
+      using Block = GramBlock<Product, Loader>;
+      GramArguments<Loader> a{{layer.activations, layer.grads}, int(layer.N), layer.groups, 0, 0, nullptr};
+      a.tiles = int(ceil_div<int64_t>(positions, Product::kM));
+      const int64_t pairs = int64_t(a.tiles) * (a.tiles + 1) / 2 * a.groups;
+      a.parts = choose_parts(layer.N, pairs, steps, problem.device.multiprocessors * Block::kPerMultiprocessor);
+      a.sums = workspace.take<GramSums>(layer.N * pairs * kGramWarps * sizeof(GramSums));
+      if (pairs * a.parts > kMostIndex) return cudaErrorInvalidConfiguration;
+      cudaError_t error = cudaSuccess;
+      if (!workspace.counts())
+        error = launch(gram_kernel<Product, Loader>, dim3(unsigned(pairs * a.parts)), dim3(kThreads),
+                       Block::kSharedBytes, stream, a);
+      if (error != cudaSuccess) return error;
+      return launch_verdict(problem, a.sums, pairs * kGramWarps, sq_norms, workspace, stream);
     });
   });
 }
-
-template <class Problem>
-size_t workspace_bytes(const Problem& problem) {
-  size_t bytes = 0;
-  with_plan(problem, [&](const auto& plan) {
-    bytes = Workspace(problem.N, plan.warp_parts, direct_workspace(problem), nullptr).bytes;
-    return cudaSuccess;
-  });
-  return bytes;
-}
-
-template <class acc_t>
-cudaError_t launch_verdict_on(const Workspace& workspace, int64_t N, int64_t parts, void* sq_norms,
-                              cudaStream_t stream) {
-  return launch(verdict_kernel<acc_t>, dim3(unsigned(N)), dim3(128), 0, stream, workspace.sums, parts,
-                static_cast<acc_t*>(sq_norms), workspace.doubtful);
-}
-
-template <class Product, class Loader>
-cudaError_t launch(const Plan<Product, Loader>& plan, const Workspace& workspace, void* sq_norms, cudaStream_t stream) {
-  auto arguments = plan.arguments;
-  arguments.sums = workspace.sums;
-  if (plan.blocks > kMostIndex) return cudaErrorInvalidConfiguration;
-  const cudaError_t error = launch(gram_kernel<Product, Loader>, dim3(unsigned(plan.blocks)), dim3(kThreads),
-                                   GramBlock<Product, Loader>::kSharedBytes, stream, arguments);
-  if (error != cudaSuccess) return error;
-  return launch_verdict_on<typename Product::acc_t>(workspace, arguments.N, plan.warp_parts, sq_norms, stream);
-}
-
-template <class Problem>
-cudaError_t launch_any(const Problem& problem, void* sq_norms, void* workspace, cudaStream_t stream) {
-  return with_plan(problem, [&](const auto& plan) {
-    const auto& a = plan.arguments;
-    if (a.N == 0) return cudaSuccess;
-    if (a.tiles == 0 || a.operands[0].features == 0 || a.operands[1].features == 0)
-      return clear(sq_norms, a.N * accumulator_bytes(problem.dtype), stream);
-    const Workspace pieces(problem.N, plan.warp_parts, direct_workspace(problem), workspace);
-    const cudaError_t error = launch(plan, pieces, sq_norms, stream);
-    if (error != cudaSuccess) return error;
-    return launch_direct(problem, {sq_norms, nullptr}, pieces.of_direct, stream, pieces.doubtful);
-  });
-}
-
-Workspace joined(const LinearProblem& p, void* workspace) {
-  return {p.N, gram_parts(p.T), direct_workspace(p), workspace};
-}
-
-}  // namespace
-
-size_t joined_workspace(const LinearProblem& problem) {
-  return joined(problem, nullptr).bytes;
-}
-cudaError_t launch_join(const LinearProblem& p, const void* of_activations, const void* of_grads, int64_t first,
-                        int64_t n, void* workspace, cudaStream_t stream) {
-  const int64_t parts = gram_parts(p.T);
-  const GramsOfRun run{of_activations, of_grads, n, p.T, parts, joined(p, workspace).sums + first * parts};
-  return launch_grams(p.dtype, run, stream);
-}
-cudaError_t launch_verdict(const LinearProblem& p, void* sq_norms, void* workspace, cudaStream_t stream) {
-  const Workspace own = joined(p, workspace);
-  if (p.N == 0) return cudaSuccess;
-  if (p.N > kMostIndex) return cudaErrorInvalidConfiguration;
-  const auto verdict = p.dtype == DType::kDouble ? launch_verdict_on<double> : launch_verdict_on<float>;
-  const cudaError_t error = verdict(own, p.N, gram_parts(p.T), sq_norms, stream);
-  return error == cudaSuccess ? launch_direct(p, {sq_norms, nullptr}, own.of_direct, stream, own.doubtful) : error;
-}
-
-size_t gram_workspace(const LinearProblem& problem) {
-  return workspace_bytes(problem);
-}
-size_t gram_workspace(const Conv2dProblem& problem) {
-  return workspace_bytes(problem);
-}
-cudaError_t launch_gram(const LinearProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream) {
-  return launch_any(problem, sq_norms, workspace, stream);
-}
-cudaError_t launch_gram(const Conv2dProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream) {
-  return launch_any(problem, sq_norms, workspace, stream);
-}
+template cudaError_t launch_gram(const LinearProblem&, void*, Workspace&, cudaStream_t);
+template cudaError_t launch_gram(const Conv2dProblem&, void*, Workspace&, cudaStream_t);
 
 }  // namespace torchgradx::cuda

@@ -4,7 +4,6 @@
 // A warp leaves four numbers a sample: what verdict_kernel needs to tell a sum from the ruins of one.
 #pragma once
 
-#include "gram_sums.cuh"
 #include "kernels.h"
 #include "pipeline.cuh"
 #include "product.cuh"

@@ -1,8 +1,9 @@
 // Every launcher of the CUDA backend in plain types: this header and the .cu files know nothing of torch.
 // Strides count elements. A launcher enqueues on `stream` of the current device, allocates nothing, never waits, and
-// returns the first error. `workspace` is uninitialised device memory, 256-byte aligned, of at least as many bytes as
-// the launcher's companion says. Sums are float32, float64 for float64 operands: `acc` below.
+// returns the first error. Sums are float32, float64 for float64 operands: `acc` below.
 #pragma once
+
+#include "../operators/shapes.h"
 
 #include <cuda_runtime_api.h>
 
@@ -12,6 +13,33 @@
 namespace torchgradx::cuda {
 
 enum class DType { kFloat, kDouble, kHalf, kBFloat16 };
+
+// Uninitialised device memory, 256-byte aligned, of which a launcher takes pieces as aligned. Without memory it counts
+// bytes: the launcher, called so first, takes the same pieces, and launches nothing.
+class Workspace {
+ public:
+  Workspace() = default;
+  explicit Workspace(void* memory) : start_(static_cast<char*>(memory)), counts_(false) {}
+
+  template <class T>
+  T* take(int64_t bytes) {
+    char* const piece = start_ + size_;
+    size_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return reinterpret_cast<T*>(piece);
+  }
+  bool counts() const {
+    return counts_;
+  }
+  int64_t size() const {
+    return size_;
+  }
+
+ private:
+  static constexpr int64_t kAlignment = 256;
+  char* start_ = reinterpret_cast<char*>(kAlignment);  // counting: nobody reads what lies there, and no piece is null
+  int64_t size_ = 0;
+  bool counts_ = true;
+};
 
 struct DenseOperand {  // [N, T, features]
   const void* data;
@@ -35,17 +63,16 @@ struct LinearProblem {
   DenseOperand activations;  // [N, T, I]
   DenseOperand grad_output;  // [N, T, O]
   Device device;
-  // Samples of several lengths, up to T, of direct_sm90 alone: n's are rows starts[n] to starts[n + 1] of [1, rows, *].
-  const int* starts = nullptr;
-  int64_t rows = 0;
 };
 
-struct Conv2dProblem {
+struct Conv2dProblem : ConvShape {
   DType dtype;
-  int64_t N, C, H, W, O, outH, outW, kH, kW, strideH, strideW, padH, padW, dilationH, dilationW, groups;
   ConvOperand input;        // [N, C, H, W]
   ConvOperand grad_output;  // [N, O, outH, outW]
   Device device;
+  // Samples of several lengths, up to W, of direct_sm90 alone: n's are pixels starts[n] to starts[n + 1] of one row.
+  const int* starts = nullptr;
+  int64_t rows = 0;
 };
 
 struct ElementOperand {  // [N, T, G, K]
@@ -64,7 +91,6 @@ struct AffineProblem {
   ElementOperand input, grad_output;
   Statistic mean, rstd;
   bool negative;  // the feature is min(x, 0), not (x - mean) rstd
-  Device device;
 };
 
 struct InputGradient {  // of what acts element by element
@@ -90,67 +116,60 @@ struct SqNorms {  // null: not wanted
 };
 
 // Weighted sums over the samples, in the operands' dtype, rounded once. A sample of scale 0 is left out, nan included.
-struct Gradients {
+struct Gradients {    // null: not wanted
   void* weight;       // [O, I] or [O, C / groups, kH, kW], contiguous
-  void* bias;         // [O], or null
+  void* bias;         // [O]
   const void* scale;  // [N] acc, contiguous; null: all ones
 };
 
 // direct.cu: |G_n|^2 by tiles of G_n = sum_t b_nt a_nt^T, and the bias's |sum_t b_nt|^2; where there is a mask [N],
-// samples of mask[n] == 0 keep what they have.
-size_t direct_workspace(const LinearProblem& problem);
-size_t direct_workspace(const Conv2dProblem& problem);
-cudaError_t launch_direct(const LinearProblem& problem, const SqNorms& sq_norms, void* workspace, cudaStream_t stream,
-                          const uint8_t* mask = nullptr);
-cudaError_t launch_direct(const Conv2dProblem& problem, const SqNorms& sq_norms, void* workspace, cudaStream_t stream,
-                          const uint8_t* mask = nullptr);
+// samples of mask[n] == 0 keep what they have. The same tiles, times scale_n, are also summed over the samples if
+// gradients are wanted. sq_norms are of gradients not scaled; without them neighbouring samples may be joined.
+// Problem, here and below: a LinearProblem or a Conv2dProblem.
+template <class Problem>
+cudaError_t launch_direct(const Problem& problem, const Gradients& gradients, const SqNorms& sq_norms,
+                          Workspace& workspace, cudaStream_t stream, const uint8_t* mask = nullptr);
 
-// direct.cu: the same tiles, times scale_n, also summed over the samples. sq_norms are of gradients not scaled; where
-// sq_norms.weight is null they are not taken, and neighbouring samples may be joined.
-size_t fused_workspace(const LinearProblem& problem, const Gradients& gradients, const SqNorms& sq_norms);
-size_t fused_workspace(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms);
-cudaError_t launch_fused(const LinearProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,
-                         void* workspace, cudaStream_t stream);
-cudaError_t launch_fused(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,
-                         void* workspace, cudaStream_t stream);
-
-// direct_sm90.cu: direct (gradients of null) and fused by Hopper's wgmma, bias included, where they suit: halves whose
-// features lie side by side, in rows of whole 16 bytes. Norms of null are not taken. The weight's gradient of a
-// convolution is [O, kH, kW, C].
-bool sm90_suits(const LinearProblem& problem);
+// direct_sm90.cu: the same by Hopper's wgmma, bias included, where it suits: halves whose features lie side by side, in
+// rows of whole 16 bytes. The weight's gradient is [O, kH, kW, C]. A Linear's rows are images of one row.
 bool sm90_suits(const Conv2dProblem& problem);
-size_t sm90_workspace(const LinearProblem& problem, const Gradients* gradients, const SqNorms& sq_norms);
-size_t sm90_workspace(const Conv2dProblem& problem, const Gradients* gradients, const SqNorms& sq_norms);
-cudaError_t launch_sm90(const LinearProblem& problem, const Gradients* gradients, const SqNorms& sq_norms,
-                        void* workspace, cudaStream_t stream);
-cudaError_t launch_sm90(const Conv2dProblem& problem, const Gradients* gradients, const SqNorms& sq_norms,
-                        void* workspace, cudaStream_t stream);
+cudaError_t launch_sm90(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,
+                        Workspace& workspace, cudaStream_t stream);
 
 // gram.cu: |G_n|^2 = sum_{s,t} (a_s . a_t)(b_s . b_t), the weight's alone (the bias's is a row sum: rowwise.cu).
 // Samples whose terms cancel, or leave float32's range, are done again by direct, on the device.
-size_t gram_workspace(const LinearProblem& problem);
-size_t gram_workspace(const Conv2dProblem& problem);
-cudaError_t launch_gram(const LinearProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
-cudaError_t launch_gram(const Conv2dProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
+template <class Problem>
+cudaError_t launch_gram(const Problem& problem, void* sq_norms, Workspace& workspace, cudaStream_t stream);
 
-// gram.cu and products.cu: the same of Grams [n, T, T] acc that were made elsewhere, T of kMostGram at most, a run of
-// samples from `first` on after the other; then the verdict. T is rounded up to gram_pitch, with zeros.
+// What such a sum leaves for its verdict: enough to tell a sum from the ruins of one.
+struct GramSums {
+  double sum, magnitude;  // of the terms, and of their absolute values
+  double trace;           // of the terms s = t: sum_t |a_t|^2 |b_t|^2
+  double faint;           // at least what rows may have added whose square a_t . a_t or b_t . b_t underflowed
+};
+
+// Below it the square of a row, or a sum of products, may have been denormal, and so rounded to a few bits.
+template <class acc_t>
+constexpr double kFaint = sizeof(acc_t) == sizeof(double) ? 1e-290 : 1e-30;
+
+// products.cu: the sums of a run of samples, of Grams that were made elsewhere, T of kMostGram at most.
 constexpr int64_t kMostGram = 2048;
 constexpr int64_t gram_pitch(int64_t T) {
   return (T + 7) / 8 * 8;
 }
 int64_t gram_parts(int64_t T);
-size_t joined_workspace(const LinearProblem& problem);
-cudaError_t launch_join(const LinearProblem& problem, const void* of_activations, const void* of_grads, int64_t first,
-                        int64_t n, void* workspace, cudaStream_t stream);
-cudaError_t launch_verdict(const LinearProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
 
 struct GramsOfRun {
-  const void *of_activations, *of_grads;  // [n, T, T] acc, T of gram_pitch
+  const void *of_activations, *of_grads;  // [n, T, T] acc, T rounded up to gram_pitch, with zeros
   int64_t n, T, parts;                    // gram_parts
-  void* sums;                             // [n, parts] GramSums
+  GramSums* sums;                         // [n, parts]
 };
 cudaError_t launch_grams(DType dtype, const GramsOfRun& run, cudaStream_t stream);
+
+// gram.cu: sums [N, parts] -> sq_norms [N] acc, by direct where they tell nothing.
+template <class Problem>
+cudaError_t launch_verdict(const Problem& problem, const GramSums* sums, int64_t parts, void* sq_norms,
+                           Workspace& workspace, cudaStream_t stream);
 
 // products.cu: gradients of samples that were made elsewhere. Their squares are left in parts, for launch_sum_partials.
 struct GradientsOfRun {
@@ -190,8 +209,7 @@ inline LinearProblem rows_of_bias(const Conv2dProblem& p) {  // pixels evenly sp
   const DenseOperand rows{g.data, g.n, p.outW > 1 ? g.w : g.h, g.c};
   return {p.dtype, p.N, p.outH * p.outW, 0, p.O, {}, rows, p.device};
 }
-size_t bias_workspace(const LinearProblem& problem, bool gradient);
-cudaError_t launch_bias(const LinearProblem& problem, const Gradients& gradients, void* sq_norms, void* workspace,
+cudaError_t launch_bias(const LinearProblem& problem, const Gradients& gradients, void* sq_norms, Workspace& workspace,
                         cudaStream_t stream);
 
 // rowwise.cu: what blocks found, in a fixed order. partials [N, parts] -> sq_norms [N] acc; where there is a mask,
@@ -203,46 +221,30 @@ cudaError_t launch_sum_partials(DType dtype, const double* partials, int64_t N, 
 cudaError_t launch_sum_rows(DType dtype, const void* rows, const void* weights, int64_t R, int64_t K, void* out,
                             cudaStream_t stream, int64_t each = 1, void* other = nullptr);
 
-// affine.cu: parameters that act element by element. |sum_t b_nt f_nt|^2 and, `bias`, |sum_t b_nt|^2 -> sq_norms
-// [1 + bias, N] acc.
-size_t affine_workspace(const AffineProblem& problem, bool bias);
-cudaError_t launch_affine(const AffineProblem& problem, bool bias, void* sq_norms, void* workspace,
-                          cudaStream_t stream);
-// The same, the input's gradient, and the parameters' [G, K] with their scale: the bias's if gradients.bias is there.
-// to.weight is as it is where affine_reads_weight and it is of halves, else accumulators.
+// affine.cu: parameters that act element by element, whose norms are those of sum_t b_nt f_nt and of sum_t b_nt.
+struct AffineResults {
+  void* sq_norms;       // [1 + bias, N] acc
+  bool bias;            // it has the bias's row
+  Gradients gradients;  // [G, K] each, of weight_dtype
+  void* by_sample;      // the samples' own instead: [2, N, affine_parts, C] acc, the weight's and the bias's; or null
+};
+// The weight is read as it is where affine_reads_weight and it is of halves, else as accumulators. to.data null: norms
+// and by_sample alone.
 bool affine_reads_weight(const AffineProblem& problem, const InputGradient& to);
-size_t affine_fused_workspace(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients);
-cudaError_t launch_affine_fused(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
-                                void* sq_norms, void* workspace, cudaStream_t stream);
-
-// The samples' own gradients in place of their sum: by_sample [2, N, P, C] acc, the weight's and the bias's, each the
-// sum over P parts. to.data null: without the input's gradient; `bias`: sq_norms has its second row.
 int64_t affine_parts(const AffineProblem& problem, const InputGradient& to);
-size_t affine_by_sample_workspace(const AffineProblem& problem, const InputGradient& to);
-cudaError_t launch_affine_by_sample(const AffineProblem& problem, const InputGradient& to, bool bias, void* by_sample,
-                                    void* sq_norms, void* workspace, cudaStream_t stream);
+cudaError_t launch_affine(const AffineProblem& problem, const InputGradient& to, const AffineResults& results,
+                          Workspace& workspace, cudaStream_t stream);
 
 // affine_rows.cu: all of that in one sweep, for statistics of each position, if affine_rows_suit.
 bool affine_rows_suit(const AffineProblem& problem, const InputGradient& to);
-size_t affine_rows_workspace(const AffineProblem& problem, const Gradients& gradients);
-cudaError_t launch_affine_rows(const AffineProblem& problem, const InputGradient& to, const Gradients& gradients,
-                               void* sq_norms, void* workspace, cudaStream_t stream);
 int64_t affine_rows_parts(const AffineProblem& problem);
-size_t affine_rows_by_sample_workspace(const AffineProblem& problem);
-cudaError_t launch_affine_rows_by_sample(const AffineProblem& problem, const InputGradient& to, bool bias,
-                                         void* by_sample, void* sq_norms, void* workspace, cudaStream_t stream);
+cudaError_t launch_affine_rows(const AffineProblem& problem, const InputGradient& to, const AffineResults& results,
+                               Workspace& workspace, cudaStream_t stream);
 
-// moments.cu: mean and rstd [N, T, G] acc of the K features of each position, or, [N, 1, G], of all positions; mean of
-// null: nothing is subtracted.
-struct MomentsProblem {
-  DType dtype;
-  int64_t N, T, G, K;
-  ElementOperand input;
-  bool over_positions;
-};
-size_t moments_workspace(const MomentsProblem& problem, bool centred);
-cudaError_t launch_moments(const MomentsProblem& problem, double eps, void* mean, void* rstd, void* workspace,
-                           cudaStream_t stream);
+// moments.cu: mean and rstd [N, T, G] acc of the K features of each position of the input, or, [N, 1, G], of all
+// positions; mean of null: nothing is subtracted.
+cudaError_t launch_moments(const AffineProblem& problem, bool over_positions, double eps, void* mean, void* rstd,
+                           Workspace& workspace, cudaStream_t stream);
 
 // turn.cu: from [N, R, C] with strides n, 1, c -> to, contiguous; any elements of 2, 4 or 8 bytes.
 struct TurnProblem {
@@ -254,17 +256,12 @@ struct TurnProblem {
 cudaError_t launch_turn(const TurnProblem& problem, cudaStream_t stream);
 
 // gather.cu: tables looked up by id, |E_n|^2 -> sq_norms [N] acc; NaN where an id is below 0.
-size_t gather_workspace(const GatherProblem& problem);
-cudaError_t launch_gather(const GatherProblem& problem, void* sq_norms, void* workspace, cudaStream_t stream);
+cudaError_t launch_gather(const GatherProblem& problem, void* sq_norms, Workspace& workspace, cudaStream_t stream);
 
 // planes.cu: direct and fused for convolutions of many groups of few channels, if planes_suit. Pixels of grad_output
 // are evenly spaced: h = W' w.
 bool planes_suit(const Conv2dProblem& problem);
-size_t planes_direct_workspace(const Conv2dProblem& problem);
-size_t planes_fused_workspace(const Conv2dProblem& problem);
-cudaError_t launch_planes_direct(const Conv2dProblem& problem, const SqNorms& sq_norms, void* workspace,
-                                 cudaStream_t stream);
-cudaError_t launch_planes_fused(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,
-                                void* workspace, cudaStream_t stream);
+cudaError_t launch_planes(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,
+                          Workspace& workspace, cudaStream_t stream);
 
 }  // namespace torchgradx::cuda

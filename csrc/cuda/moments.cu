@@ -53,17 +53,13 @@ __global__ void __launch_bounds__(256) moments_kernel(const ElementOperand input
 
 }  // namespace
 
-size_t moments_workspace(const MomentsProblem& p, bool centred) {
-  return sweep_suits(p, centred) ? sweep_moments_workspace(p) : 0;
-}
-
-cudaError_t launch_moments(const MomentsProblem& p, double eps, void* mean, void* rstd, void* workspace,
-                           cudaStream_t stream) {
-  if (sweep_suits(p, mean)) return launch_sweep_moments(p, eps, mean, rstd, workspace, stream);
-  const int64_t size = p.over_positions ? p.T * p.K : p.K, T = p.over_positions ? 1 : p.T;
-  if (p.N == 0 || T == 0 || p.G == 0) return cudaSuccess;
+cudaError_t launch_moments(const AffineProblem& p, bool over_positions, double eps, void* mean, void* rstd,
+                           Workspace& workspace, cudaStream_t stream) {
+  if (over_positions && mean && sweep_suits(p)) return launch_sweep_moments(p, eps, mean, rstd, workspace, stream);
+  const int64_t size = over_positions ? p.T * p.K : p.K, T = over_positions ? 1 : p.T;
+  if (p.N == 0 || T == 0 || p.G == 0 || workspace.counts()) return cudaSuccess;
   if (size > kMostIndex || p.N > kMostIndex / T / p.G) return cudaErrorInvalidConfiguration;
-  const bool along = p.over_positions && p.T > 1 && (p.K == 1 || p.input.t < p.input.k);
+  const bool along = over_positions && p.T > 1 && (p.K == 1 || p.input.t < p.input.k);
   const Sets sets{FastDivisor(T), FastDivisor(p.G), FastDivisor(along ? p.T : p.K), along, int(size)};
   const int threads = size <= 256 ? 32 : size <= 1024 ? 128 : 256;
   return dispatch(p.dtype, [&](auto zero) {

@@ -63,31 +63,20 @@ inline LinearProblem problem_of(const RowShape& s, const Tensor& activations, co
 }
 
 inline Conv2dProblem problem_of(const ConvShape& s, const Tensor& input, const Tensor& grad_output, const Run& run) {
-  return {dtype_of(input),
-          s.N,
-          s.C,
-          s.H,
-          s.W,
-          s.O,
-          s.outH,
-          s.outW,
-          s.kH,
-          s.kW,
-          s.strideH,
-          s.strideW,
-          s.padH,
-          s.padW,
-          s.dilationH,
-          s.dilationW,
-          s.groups,
-          planes_of(input),
-          planes_of(grad_output),
-          run.device()};
+  return {s, dtype_of(input), planes_of(input), planes_of(grad_output), run.device()};
 }
 
 inline LinearProblem problem_of(const Rows& rows, const Run& run) {
   const Tensor &a = rows.activations, &b = rows.grad_output;
   return problem_of(RowShape{a.size(0), a.size(1), a.size(2), b.size(2)}, a, b, run);
+}
+
+// Rows as images of one row each
+inline Conv2dProblem images_of_rows(const Rows& rows, const Run& run) {
+  const LinearProblem p = problem_of(rows, run);
+  const auto line = [](const DenseOperand& x) { return ConvOperand{x.data, x.n, x.feature, 0, x.t}; };
+  const ConvShape s{p.N, p.I, 1, p.T, p.O, 1, p.T, 1, 1, 1, 1, 0, 0, 1, 1, 1};
+  return {s, p.dtype, line(p.activations), line(p.grad_output), p.device};
 }
 
 // Rows that begin at multiples of 16 bytes, as Hopper's copies want them: a copy where they do not.
@@ -142,7 +131,7 @@ Fused gradients_and_norms(const Tensor& like, IntArrayRef weight_sizes, std::opt
   launches(Run(like),
            Gradients{weight.mutable_data_ptr(), bias ? grad_bias.mutable_data_ptr() : nullptr,
                      scale ? factors.const_data_ptr() : nullptr},
-           N ? rows_of_norms(sq_norms) : SqNorms{nullptr, nullptr});
+           N ? rows_of_norms(sq_norms) : SqNorms{});
   return {weight, grad_bias, sq_norms};
 }
 

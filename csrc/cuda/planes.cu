@@ -125,10 +125,6 @@ int64_t reach_of(int64_t outputs, int64_t stride, int64_t taps, int64_t dilation
   return (outputs - 1) * stride + (taps - 1) * dilation + 1;
 }
 
-int64_t bytes_of(DType dtype) {
-  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
-}
-
 // The largest tile that fits, and equal ones; of nothing, if not even eight pixels fit.
 Tile make_tile(const Conv2dProblem& c) {
   const int64_t pixel = warp_threads * bytes_of(c.dtype) + kPieceBytes, side = window_side(c);
@@ -158,19 +154,6 @@ struct Cut {
         size(c.O * (c.C / c.groups) * c.kH * c.kW),
         threads(bytes_of(c.dtype) == 2 && window_side(c) && units * c.N >= kFewSamples ? kFewestWarps * warp_threads
                                                                                        : kMostThreads) {}
-};
-
-struct PlanesWorkspace {
-  Carver carver;
-  double *partials, *bias_partials;
-  void *copies, *bias_copies;
-
-  PlanesWorkspace(const Conv2dProblem& c, const Cut& cut, bool fused, void* workspace)
-      : carver(workspace),
-        partials(carver.take<double>(c.N * cut.units * sizeof(double))),
-        bias_partials(carver.take<double>(c.N * cut.slabs * (c.O / c.groups) * sizeof(double))),
-        copies(fused ? carver.take<void>(cut.parts * cut.size * accumulator_bytes(c.dtype)) : nullptr),
-        bias_copies(fused ? carver.take<void>(cut.parts * c.O * accumulator_bytes(c.dtype)) : nullptr) {}
 };
 
 // Channels side by side, one a group, and every pixel aligned
@@ -210,11 +193,19 @@ cudaError_t launch_kernel(const Conv2dProblem& c, const Planes& p, const Cut& cu
                           : launch_taps<EachTap<scalar_t, 25>>(p, cut, stream);
 }
 
-cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, const SqNorms& sq_norms, void* workspace,
-                          cudaStream_t stream) {
-  if (!planes_suit(c)) return cudaErrorInvalidValue;
+}  // namespace
+
+bool planes_suit(const Conv2dProblem& c) {
+  constexpr int64_t kMostSide = 1 << 28, kMostTaps = 1 << 10;  // what keeps int exact in the kernel
+  const int64_t pairs = c.C / c.groups * (c.O / c.groups);
+  if (c.groups < kFewestGroups || pairs == 0 || pairs > kMostPairs || c.kH * c.kW > kMostTaps) return false;
+  if (c.N == 0 || c.outH == 0 || c.outW == 0 || std::max({c.H, c.W, c.outH, c.outW}) > kMostSide) return false;
+  return make_tile(c).high > 0;
+}
+
+cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, const SqNorms& sq_norms,
+                          Workspace& workspace, cudaStream_t stream) {
   const Cut cut(c);
-  const PlanesWorkspace own(c, cut, gradients.weight, workspace);
   Planes p{};
   const Tile tile = make_tile(c);
   const int64_t rows = c.O / c.groups, channels = c.C / c.groups;
@@ -229,46 +220,24 @@ cudaError_t launch_planes(const Conv2dProblem& c, const Gradients& gradients, co
   p.strideH = int(c.strideH), p.strideW = int(c.strideW);
   p.dilationH = int(c.dilationH), p.dilationW = int(c.dilationW);
   p.tile = tile, p.N = c.N, p.groups = c.groups, p.channels = int(channels), p.rows = int(rows);
-  p.scale = gradients.scale, p.copies = own.copies, p.partials = own.partials;
-  p.bias = sq_norms.bias || gradients.bias, p.bias_copies = own.bias_copies, p.bias_partials = own.bias_partials;
+  p.scale = gradients.scale, p.bias = sq_norms.bias || gradients.bias;
+  p.partials = workspace.take<double>(c.N * cut.units * sizeof(double));
+  p.bias_partials = workspace.take<double>(c.N * cut.slabs * rows * sizeof(double));
+  if (gradients.weight) {
+    p.copies = workspace.take<void>(cut.parts * cut.size * accumulator_bytes(c.dtype));
+    p.bias_copies = workspace.take<void>(cut.parts * c.O * accumulator_bytes(c.dtype));
+  }
+  if (workspace.counts()) return cudaSuccess;
   cudaError_t error = dispatch(c.dtype, [&](auto zero) { return launch_kernel<decltype(zero)>(c, p, cut, stream); });
   if (error == cudaSuccess && sq_norms.weight)
-    error = launch_sum_partials(c.dtype, own.partials, c.N, cut.units, nullptr, sq_norms.weight, stream);
+    error = launch_sum_partials(c.dtype, p.partials, c.N, cut.units, nullptr, sq_norms.weight, stream);
   if (error == cudaSuccess && gradients.weight)
-    error = launch_sum_rows(c.dtype, own.copies, nullptr, cut.parts, cut.size, gradients.weight, stream);
+    error = launch_sum_rows(c.dtype, p.copies, nullptr, cut.parts, cut.size, gradients.weight, stream);
   if (error == cudaSuccess && sq_norms.bias)
-    error = launch_sum_partials(c.dtype, own.bias_partials, c.N, cut.slabs * rows, nullptr, sq_norms.bias, stream);
+    error = launch_sum_partials(c.dtype, p.bias_partials, c.N, cut.slabs * rows, nullptr, sq_norms.bias, stream);
   if (error == cudaSuccess && gradients.bias)
-    error = launch_sum_rows(c.dtype, own.bias_copies, nullptr, cut.parts, c.O, gradients.bias, stream);
+    error = launch_sum_rows(c.dtype, p.bias_copies, nullptr, cut.parts, c.O, gradients.bias, stream);
   return error;
-}
-
-}  // namespace
-
-bool planes_suit(const Conv2dProblem& c) {
-  constexpr int64_t kMostSide = 1 << 28, kMostTaps = 1 << 10;  // what keeps int exact in the kernel
-  const int64_t pairs = c.C / c.groups * (c.O / c.groups);
-  if (c.groups < kFewestGroups || pairs == 0 || pairs > kMostPairs || c.kH * c.kW > kMostTaps) return false;
-  if (c.N == 0 || c.outH == 0 || c.outW == 0 || std::max({c.H, c.W, c.outH, c.outW}) > kMostSide) return false;
-  return make_tile(c).high > 0;
-}
-
-size_t planes_direct_workspace(const Conv2dProblem& problem) {
-  return PlanesWorkspace(problem, Cut(problem), false, nullptr).carver.size();
-}
-
-size_t planes_fused_workspace(const Conv2dProblem& problem) {
-  return PlanesWorkspace(problem, Cut(problem), true, nullptr).carver.size();
-}
-
-cudaError_t launch_planes_direct(const Conv2dProblem& problem, const SqNorms& sq_norms, void* workspace,
-                                 cudaStream_t stream) {
-  return launch_planes(problem, {}, sq_norms, workspace, stream);
-}
-
-cudaError_t launch_planes_fused(const Conv2dProblem& problem, const Gradients& gradients, const SqNorms& sq_norms,
-                                void* workspace, cudaStream_t stream) {
-  return launch_planes(problem, gradients, sq_norms, workspace, stream);
 }
 
 }  // namespace torchgradx::cuda

@@ -4,7 +4,6 @@
 // Bound by memory, L2's where a run fits it; every product is read once. One element a lane and load, a warp's side by
 // side; sums in double, in an order that depends on sizes alone. Workspace: none.
 #include "dispatch.cuh"
-#include "gram_sums.cuh"
 #include "operand.cuh"
 #include "plan.h"
 
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kBlock) grams_kernel(const GramsOfRun run, Fas
   }
   mine = {warp_sum(mine.sum), warp_sum(mine.magnitude), warp_sum(mine.trace), warp_sum(mine.faint)};
   const int warp = block * kBlockWarps + int(threadIdx.x) / warp_threads;
-  if (threadIdx.x % warp_threads == 0) static_cast<GramSums*>(run.sums)[n * run.parts + warp] = mine;
+  if (threadIdx.x % warp_threads == 0) run.sums[n * run.parts + warp] = mine;
 }
 
 template <class scalar_t, int kWide>

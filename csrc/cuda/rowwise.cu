@@ -44,11 +44,6 @@ __global__ void __launch_bounds__(256) rank1_kernel(DenseOperand activations, De
   if (bias) bias[n] = acc_t(of_b);
 }
 
-template <class scalar_t, int kWide>
-struct alignas(kWide * sizeof(scalar_t)) Neighbours {
-  scalar_t values[kWide];
-};
-
 // Sums over the positions of 32 features of one sample, or of kWide times as many that neighbouring lanes read kWide at
 // a time, and of each 32 the sum of their squares. Lanes go along whichever of positions and features lie closer
 // together in memory.
@@ -83,10 +78,10 @@ __global__ void __launch_bounds__(1024) bias_kernel(DenseOperand grads, int64_t 
     if (o < O) {
 #pragma unroll 8
       for (int64_t t = warp; t < T; t += warps) {
-        using Read = Neighbours<scalar_t, kWide>;
+        using Read = Vector<scalar_t, kWide>;
         const Read read = *reinterpret_cast<const Read*>(base + t * grads.t + o * grads.feature);
 #pragma unroll
-        for (int j = 0; j < kWide; ++j) sum[j] += widen(read.values[j]);
+        for (int j = 0; j < kWide; ++j) sum[j] += widen(read.at[j]);
       }
     }
 #pragma unroll
@@ -153,17 +148,6 @@ bool neighbours_of_four(const LinearProblem& p) {
   return grads.feature == 1 && p.O % 4 == 0 && chunk_bytes(grads.data, {grads.t, grads.n}, 2) >= 8;
 }
 
-struct BiasWorkspace {
-  Carver carver;
-  double* partials;
-  void* sums;
-
-  BiasWorkspace(const LinearProblem& p, bool gradient, void* workspace)
-      : carver(workspace),
-        partials(carver.take<double>(p.N * ceil_div<int64_t>(p.O, kColumns) * sizeof(double))),
-        sums(gradient ? carver.take<void>(p.N * p.O * accumulator_bytes(p.dtype)) : nullptr) {}
-};
-
 }  // namespace
 
 cudaError_t launch_rank1(const LinearProblem& p, const SqNorms& sq_norms, cudaStream_t stream) {
@@ -177,18 +161,16 @@ cudaError_t launch_rank1(const LinearProblem& p, const SqNorms& sq_norms, cudaSt
   });
 }
 
-size_t bias_workspace(const LinearProblem& p, bool gradient) {
-  return BiasWorkspace(p, gradient, nullptr).carver.size();
-}
-
-cudaError_t launch_bias(const LinearProblem& p, const Gradients& gradients, void* sq_norms, void* workspace,
+cudaError_t launch_bias(const LinearProblem& p, const Gradients& gradients, void* sq_norms, Workspace& workspace,
                         cudaStream_t stream) {
   const int64_t parts = ceil_div<int64_t>(p.O, kColumns);
   const DenseOperand& grads = p.grad_output;
-  const BiasWorkspace own(p, gradients.bias, workspace);
+  double* const partials = workspace.take<double>(p.N * parts * sizeof(double));
+  void* const sums = gradients.bias ? workspace.take<void>(p.N * p.O * accumulator_bytes(p.dtype)) : nullptr;
   const bool along_positions = p.T > 1 && grads.feature != 1 && (grads.t < grads.feature || p.O == 1);
   const dim3 threads(p.T < 256 ? 256 : 1024);
   if (p.N > kMostIndex / std::max<int64_t>(parts, 1)) return cudaErrorInvalidConfiguration;
+  if (workspace.counts()) return cudaSuccess;
   cudaError_t error = cudaSuccess;
   if (p.N > 0 && p.O > 0)
     error = dispatch(p.dtype, [&](auto zero) {
@@ -196,16 +178,16 @@ cudaError_t launch_bias(const LinearProblem& p, const Gradients& gradients, void
       const auto run = [&](auto kernel, int wide) {
         const int64_t blocks = ceil_div(parts, int64_t(wide));
         return launch(kernel, dim3(unsigned(p.N * blocks)), threads, 0, stream, grads, p.T, p.O, FastDivisor(blocks),
-                      parts, along_positions, static_cast<accumulator<scalar_t>*>(own.sums), own.partials);
+                      parts, along_positions, static_cast<accumulator<scalar_t>*>(sums), partials);
       };
       if constexpr (sizeof(scalar_t) == 2)
         if (neighbours_of_four(p)) return run(bias_kernel<scalar_t, 4>, 4);
       return run(bias_kernel<scalar_t, 1>, 1);
     });
   if (error == cudaSuccess && sq_norms)
-    error = launch_sum_partials(p.dtype, own.partials, p.N, parts, nullptr, sq_norms, stream);
+    error = launch_sum_partials(p.dtype, partials, p.N, parts, nullptr, sq_norms, stream);
   if (error == cudaSuccess && gradients.bias)
-    error = launch_sum_rows(p.dtype, own.sums, gradients.scale, p.N, p.O, gradients.bias, stream);
+    error = launch_sum_rows(p.dtype, sums, gradients.scale, p.N, p.O, gradients.bias, stream);
   return error;
 }
 

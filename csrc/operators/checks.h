@@ -3,20 +3,13 @@
 #pragma once
 
 #include "ops.h"
+#include "shapes.h"
 #include "text.h"
 
 #include <ATen/core/TensorBody.h>
 #include <c10/util/safe_numerics.h>
 
 namespace torchgradx {
-
-struct RowShape {  // activations [N, T, I], grad_output [N, T, O]
-  int64_t N, T, I, O;
-};
-
-struct ConvShape {  // input [N, C, H, W], grad_output [N, O, outH, outW], weight [O, C / groups, kH, kW]
-  int64_t N, C, H, W, O, outH, outW, kH, kW, strideH, strideW, padH, padW, dilationH, dilationW, groups;
-};
 
 // Sizes below these limits keep every product of two of them, and every offset computed from them, inside int64.
 constexpr int64_t kMaxSize = int64_t(1) << 31, kMaxStep = int64_t(1) << 20, kMaxPatch = int64_t(1) << 31;

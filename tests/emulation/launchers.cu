@@ -7,22 +7,23 @@ namespace {
 enum Which { kDirect, kFused, kGram, kBias };
 
 template <class Problem>
-int run(int which, const Problem& p, float* sq_norms, float* gradients, void* workspace, size_t bytes) {
+int run(int which, const Problem& p, float* sq_norms, float* gradients, void* memory, size_t bytes) {
   const SqNorms norms{sq_norms, sq_norms + p.N};
   const Gradients sums{gradients, gradients + 64, nullptr};
-  const auto runs = [&](size_t needed, auto launch) { return needed > bytes ? -1 : int(launch()); };
-  switch (which) {
-    case kDirect:
-      return runs(direct_workspace(p), [&] { return launch_direct(p, norms, workspace, nullptr); });
-    case kFused:
-      return runs(fused_workspace(p, sums, norms), [&] { return launch_fused(p, sums, norms, workspace, nullptr); });
-    case kGram:
-      return runs(gram_workspace(p), [&] { return launch_gram(p, norms.weight, workspace, nullptr); });
-    default: {
-      const LinearProblem rows = rows_of_bias(p);
-      return runs(bias_workspace(rows, true), [&] { return launch_bias(rows, sums, norms.bias, workspace, nullptr); });
+  const auto launch = [&](Workspace& workspace) {
+    switch (which) {
+      case kDirect:
+      case kFused:
+        return launch_direct(p, which == kFused ? sums : Gradients{}, norms, workspace, nullptr);
+      case kGram:
+        return launch_gram(p, norms.weight, workspace, nullptr);
+      default:
+        return launch_bias(rows_of_bias(p), sums, norms.bias, workspace, nullptr);
     }
-  }
+  };
+  Workspace counted, workspace(memory);
+  if (const cudaError_t error = launch(counted)) return int(error);
+  return size_t(counted.size()) > bytes ? -1 : int(launch(workspace));
 }
 
 }  // namespace
@@ -47,8 +48,8 @@ int launch_conv2d(int which, int dtype, int64_t N, int64_t side, int64_t C, int6
     const int64_t w = channels + 2;
     return ConvOperand{operands, side * side * w, 1, side * w, w};
   };
-  const Conv2dProblem p{DType(dtype), N,        C,         side, side, O, side, side, 1, 1, 2, 2, 1, 1, 1, 1, 1,
-                        image(C),     image(O), {4, false}};
+  const Conv2dProblem p{
+      {N, C, side, side, O, side, side, 1, 1, 2, 2, 1, 1, 1, 1, 1}, DType(dtype), image(C), image(O), {4, false}};
   return run(which, p, sq_norms, gradients, workspace, bytes);
 }
 }

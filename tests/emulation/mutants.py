@@ -107,7 +107,7 @@ MUTANTS = [
         ("row sums: off the last column", "if (warp % sharing > 0 || k >= K) return;",
          "if (warp % sharing > 0) return;")]),
     *planted_in("rowwise.cu", "rowwise", "bfloat16", [
-        ("bias: of four neighbours the first", "widen(read.values[j])", "widen(read.values[0])")]),
+        ("bias: of four neighbours the first", "widen(read.at[j])", "widen(read.at[0])")]),
     *planted_in("rowwise.cu", "rowwise", "float32", "affine", [
         ("row sums: the first row's weight", "weights[each.divide(int(r))] :", "weights[0] :")]),
     *planted_in("rowwise.cu", "rowwise", "float64", [

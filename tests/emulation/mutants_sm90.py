@@ -48,7 +48,7 @@ PLANTED = [  # name, text, what takes its place
     ("stride forgotten along the height", "y * boxes.stride_y +", "y +"),
     ("stride forgotten within a box",
      "cuuint32_t(stride_x), cuuint32_t(stride_y), 1}", "1, cuuint32_t(stride_y), 1}"),
-    ("the halo is a column short", "layer.input, b.halo ? 2 : 0", "layer.input, b.halo ? 1 : 0"),
+    ("the halo is a column short", "+ (b.halo ? 2 : 0)", "+ (b.halo ? 1 : 0)"),
     ("taps beyond the last are the first",
      "column.tap < 0 ? boxes.channel_blocks * kBox : column.channel", "column.channel"),
     # Descriptors

@@ -47,7 +47,7 @@ MUTANTS = [
         ("rows: the next row is read too late", "if (row + 1 < end) load(row + 1);",
          "if (row + 2 < end) load(row + 1);"),
         ("rows: scale forgotten", "products[j] += scale * (", "products[j] += ("),
-        ("rows: scale of a part for a sample's", "cut.single ? 1 : cut.parts;", "1;"),
+        ("rows: scale of a part for a sample's", "cut.single ? 1 : cut.parts, ", "1, "),
         ("rows: the bias's squares for the weight's", "acc_t(square[0])", "acc_t(square[1])")]),
     *planted_in("affine_rows.cu", "affine_rows", "bfloat16", "affine", [
         ("rows: a piece of each row for its neighbour's", "thread * kColumns + j",
