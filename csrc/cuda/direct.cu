@@ -13,19 +13,6 @@ namespace {
 constexpr int64_t kJoined = 256;  // positions of joined samples
 constexpr double kCopySteps = 4;  // what a tile of the total, copied, is worth in positions
 
-// Calls f(Type<Product>) with what multiplies these operands.
-template <class Loader, class F>
-cudaError_t with_product(const Layer<Loader>& layer, const Device& device, const F& f) {
-  using scalar_t = typename Loader::scalar_t;
-  if constexpr (sizeof(scalar_t) == 2)
-    return layer.inner_positions ? f(Type<HalfProduct<scalar_t, 128, 192, true>>())
-                                 : f(Type<HalfProduct<scalar_t, 128, 192, false>>());
-  else if constexpr (sizeof(scalar_t) == 4)
-    return device.tf32 ? f(Type<Tf32Product<128, 128>>()) : f(Type<SimtProduct<float, 128, 128>>());
-  else
-    return f(Type<SimtProduct<double, 64, 64>>());
-}
-
 // N T positions as one sequence, cut anew: without squares and without scales there is nothing to be kept apart.
 template <class Loader>
 void join_samples(Layer<Loader>& layer) {
@@ -102,10 +89,11 @@ cudaError_t launch_direct(const Problem& problem, const Gradients& gradients, co
       return mask ? cudaSuccess : clear_results(layer, gradients, sq_norms, stream);
     if (!sq_norms.weight && !sq_norms.bias && !gradients.scale) join_samples(layer);
     choose_access(layer, true);
-    return with_product(layer, problem.device, [&](auto product) {
-      return launch_tiles<typename decltype(product)::type, Loader>(
-          layer, problem.dtype, problem.device.multiprocessors, gradients, sq_norms, mask, workspace, stream);
-    });
+    const auto run = [&](auto product) {
+      return launch_tiles<decltype(product)>(layer, problem.dtype, problem.device.multiprocessors, gradients, sq_norms,
+                                             mask, workspace, stream);
+    };
+    return with_product<typename Loader::scalar_t, 128, 128, 192>(layer.inner_positions, problem.device, run);
   });
 }
 template cudaError_t launch_direct(const LinearProblem&, const Gradients&, const SqNorms&, Workspace&, cudaStream_t,

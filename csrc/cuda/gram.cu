@@ -34,23 +34,6 @@ __global__ void __launch_bounds__(128)
   doubtful[n] = !vanishes && !sound;
 }
 
-// Calls f(Type<Product>) with what multiplies these operands, in tiles of kTile.
-template <int kTile, class Loader, class F>
-cudaError_t with_product_of(const Layer<Loader>& layer, const Device& device, const F& f) {
-  using scalar_t = typename Loader::scalar_t;
-  if constexpr (sizeof(scalar_t) == 2)
-    return layer.inner_positions ? f(Type<HalfProduct<scalar_t, kTile, kTile, false>>())
-                                 : f(Type<HalfProduct<scalar_t, kTile, kTile, true>>());
-  else if constexpr (sizeof(scalar_t) == 4)
-    return device.tf32 ? f(Type<Tf32Product<kTile, kTile>>()) : f(Type<SimtProduct<float, kTile, kTile>>());
-  else
-    return f(Type<SimtProduct<double, 64, 64>>());
-}
-template <class Loader, class F>
-cudaError_t with_product(const Layer<Loader>& layer, const Device& device, const F& f) {
-  return layer.grads.positions <= 64 ? with_product_of<64>(layer, device, f) : with_product_of<128>(layer, device, f);
-}
-
 }  // namespace
 
 template <class Problem>
@@ -79,8 +62,8 @@ cudaError_t launch_gram(const Problem& problem, void* sq_norms, Workspace& works
     if (layer.N == 0) return cudaSuccess;
     if (positions == 0 || layer.activations.features == 0 || layer.grads.features == 0)
       return clear(sq_norms, layer.N * accumulator_bytes(problem.dtype), stream);
-    return with_product(layer, problem.device, [&](auto product) {
-      using Product = typename decltype(product)::type;
+    const auto run = [&](auto product) {
+      using Product = decltype(product);
       using Block = GramBlock<Product, Loader>;
       GramArguments<Loader> a{{layer.activations, layer.grads}, int(layer.N), layer.groups, 0, 0, nullptr};
       a.tiles = int(ceil_div<int64_t>(positions, Product::kM));
@@ -94,7 +77,10 @@ cudaError_t launch_gram(const Problem& problem, void* sq_norms, Workspace& works
                        Block::kSharedBytes, stream, a);
       if (error != cudaSuccess) return error;
       return launch_verdict(problem, a.sums, pairs * kGramWarps, sq_norms, workspace, stream);
-    });
+    };
+    using scalar_t = typename Loader::scalar_t;
+    return positions <= 64 ? with_product<scalar_t, 64, 64>(!layer.inner_positions, problem.device, run)
+                           : with_product<scalar_t, 128, 128>(!layer.inner_positions, problem.device, run);
   });
 }
 template cudaError_t launch_gram(const LinearProblem&, void*, Workspace&, cudaStream_t);

@@ -18,11 +18,6 @@ inline bool fits(const Conv2dProblem& p) {
   return std::max({p.N, T, I, p.O, p.H + 2 * p.padH, p.W + 2 * p.padW}) <= kMostIndex;
 }
 
-template <class T>
-struct Type {
-  using type = T;
-};
-
 // Into how many runs the samples are cut, each a block per tile, so that the multiprocessors are done soonest. Time is
 // counted in steps of the contraction, of which a multiprocessor does one in about 10 ns (budgeted); a copy of a tile,
 // written and read while all of them wait, is worth copy_steps.

@@ -5,6 +5,7 @@
 // that work than another.
 #pragma once
 
+#include "kernels.h"
 #include "tile.cuh"
 
 namespace torchgradx::cuda {
@@ -248,16 +249,25 @@ struct SimtProduct {
 
  private:
   static __device__ __forceinline__ void read(scalar_t* to, const scalar_t* from) {  // four, by 16 bytes
-    struct alignas(16) Unit {
-      scalar_t values[16 / sizeof(scalar_t)];
-    };
+    using Unit = Vector<scalar_t, 16 / sizeof(scalar_t)>;
 #pragma unroll
     for (int i = 0; i < 4; i += int(16 / sizeof(scalar_t))) {
       const Unit unit = *reinterpret_cast<const Unit*>(from + i);
 #pragma unroll
-      for (int e = 0; e < int(16 / sizeof(scalar_t)); ++e) to[i + e] = unit.values[e];
+      for (int e = 0; e < int(16 / sizeof(scalar_t)); ++e) to[i + e] = unit.at[e];
     }
   }
 };
+
+// Host: calls f(product) with what multiplies tiles of kM x kN, of halves kM x kHalfN; inner_k: halves lie along k.
+template <class scalar_t, int kM, int kN, int kHalfN = kN, class F>
+cudaError_t with_product(bool inner_k, const Device& device, const F& f) {
+  if constexpr (sizeof(scalar_t) == 2)
+    return inner_k ? f(HalfProduct<scalar_t, kM, kHalfN, true>()) : f(HalfProduct<scalar_t, kM, kHalfN, false>());
+  else if constexpr (sizeof(scalar_t) == 4)
+    return device.tf32 ? f(Tf32Product<kM, kN>()) : f(SimtProduct<float, kM, kN>());
+  else
+    return f(SimtProduct<double, 64, 64>());
+}
 
 }  // namespace torchgradx::cuda

@@ -192,8 +192,8 @@ def planted(mutant: Mutant, folder: Path) -> Path:
     refused, zero = "return cudaErrorInvalidValue;", re.escape(ZEROS[mutant.arithmetic])
     _rewrite(kernels / "dispatch.cuh", rf"return f\((?!{zero}\{{)\w+\{{\}}\);", refused, 3)
     product = r"\1" if mutant.arithmetic == "tf32" else r"\2"
-    for name in ("direct.cu", "gram.cu"):
-        _rewrite(kernels / name, r"\bdevice\.tf32 \? (f\(.*\)) : (f\(.*\));", rf"{product};", 1)
+    which = r"\bdevice\.tf32 \? (f\(.*\)) : (f\(.*\));"
+    _rewrite(kernels / "product.cuh", which, rf"{product};", 1)
     if mutant.layer in ("hopper", "segments"):
         _rewrite(kernels / "direct_sm90.cu", "start<__half>", "start<__nv_bfloat16>", 1)
     linear, patches = r"return f\(make_layer<.*?;", r"return is_pointwise.*: (f\(.*;)"
