@@ -5,7 +5,6 @@
 #include "dispatch.cuh"
 #include "kernels.h"
 #include "operand.cuh"
-#include "plan.h"
 
 namespace torchgradx::cuda {
 

@@ -5,7 +5,6 @@
 // which there are so few that (parts - 1) x tiles is below twice the multiprocessors.
 #include "direct.cuh"
 #include "layer.cuh"
-#include "plan.h"
 
 namespace torchgradx::cuda {
 namespace {

@@ -2,8 +2,8 @@
 // Workspace: for every block two tiles of sums in float32; squares, 8 floats a sample and tile, or a sample and block
 // where there are more tiles than blocks; 128 floats of the bias a tile and twice a block, 2 a sample and row of tiles.
 #include "direct_sm90.cuh"
+#include "dispatch.cuh"
 #include "kernels.h"
-#include "plan.h"
 
 #include <algorithm>
 #include <array>

@@ -8,7 +8,6 @@
 #include "dispatch.cuh"
 #include "kernels.h"
 #include "operand.cuh"
-#include "plan.h"
 
 #include <limits>
 

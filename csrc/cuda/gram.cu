@@ -5,7 +5,6 @@
 // mask, and direct's. Nothing the size of T x T.
 #include "gram.cuh"
 #include "layer.cuh"
-#include "plan.h"
 
 #include <cfloat>
 

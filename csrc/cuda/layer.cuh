@@ -6,7 +6,6 @@
 #include "dispatch.cuh"
 #include "kernels.h"
 #include "operand.cuh"
-#include "plan.h"
 
 #include <cstdlib>
 

@@ -5,7 +5,6 @@
 // side; sums in double, in an order that depends on sizes alone. Workspace: none.
 #include "dispatch.cuh"
 #include "operand.cuh"
-#include "plan.h"
 
 namespace torchgradx::cuda {
 namespace {

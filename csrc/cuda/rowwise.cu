@@ -10,7 +10,6 @@
 #include "kernels.h"
 #include "layer.cuh"
 #include "operand.cuh"
-#include "plan.h"
 
 namespace torchgradx::cuda {
 namespace {

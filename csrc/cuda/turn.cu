@@ -4,7 +4,6 @@
 #include "dispatch.cuh"
 #include "kernels.h"
 #include "operand.cuh"
-#include "plan.h"
 
 namespace torchgradx::cuda {
 namespace {
