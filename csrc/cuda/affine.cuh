@@ -3,7 +3,6 @@
 #pragma once
 
 #include "dispatch.cuh"
-#include "kernels.h"
 #include "operand.cuh"
 
 namespace torchgradx::cuda {

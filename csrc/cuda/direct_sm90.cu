@@ -3,7 +3,6 @@
 // where there are more tiles than blocks; 128 floats of the bias a tile and twice a block, 2 a sample and row of tiles.
 #include "direct_sm90.cuh"
 #include "dispatch.cuh"
-#include "kernels.h"
 
 #include <algorithm>
 #include <array>

@@ -4,9 +4,7 @@
 // warp's entries or ends after them is joined in the order of the warps, so that one id over all positions (types of
 // tokens) is shared out as well as ids that occur once. 1 FLOP an element: bound by memory.
 // Squares are taken in double. Workspace: 8 N ceil(D / 32) bytes.
-#include "device.cuh"
 #include "dispatch.cuh"
-#include "kernels.h"
 #include "operand.cuh"
 
 #include <limits>

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "dispatch.cuh"
-#include "kernels.h"
 #include "operand.cuh"
 
 #include <cstdlib>

@@ -9,7 +9,6 @@
 // units = ceil(groups / 32) x pairs of channels in a group x passes over the taps, parts = ceil(1024 / units), at most
 // N: no more than 13 MB of copies if there are several.
 #include "dispatch.cuh"
-#include "kernels.h"
 #include "planes.cuh"
 
 #include <algorithm>

@@ -5,11 +5,7 @@
 // Squares are taken in double: neither factor of rank1, nor a sum of tiny squares, leaves float's range.
 // Sums run in an order that depends on sizes and strides alone. Workspace: launch_bias, 8 N ceil(O / 32) bytes, and N O
 // accumulators where the gradient is wanted.
-#include "device.cuh"
-#include "dispatch.cuh"
-#include "kernels.h"
 #include "layer.cuh"
-#include "operand.cuh"
 
 namespace torchgradx::cuda {
 namespace {

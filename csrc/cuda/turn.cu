@@ -2,7 +2,6 @@
 // element is read and written once, in pieces of 8 bytes where sizes and addresses allow, side by side for the lanes of
 // a warp on either side; tiles are turned in registers and shared memory. Workspace: none.
 #include "dispatch.cuh"
-#include "kernels.h"
 #include "operand.cuh"
 
 namespace torchgradx::cuda {
