@@ -17,12 +17,8 @@ struct Affine : AffineProblem {
 };
 
 template <class scalar_t>
-__device__ __forceinline__ const scalar_t* place(const ElementOperand& x, int64_t n, int64_t t, int64_t g, int64_t k) {
-  return static_cast<const scalar_t*>(x.data) + n * x.n + t * x.t + g * x.g + k * x.k;
-}
-template <class scalar_t>
-__device__ __forceinline__ scalar_t* place(const InputGradient& x, int64_t n, int64_t t, int64_t g, int64_t k) {
-  return static_cast<scalar_t*>(x.data) + n * x.n + t * x.t + g * x.g + k * x.k;
+__device__ __forceinline__ scalar_t* place(const ElementOperand& x, int64_t n, int64_t t, int64_t g, int64_t k) {
+  return static_cast<scalar_t*>(const_cast<void*>(x.data)) + n * x.n + t * x.t + g * x.g + k * x.k;
 }
 
 template <class acc_t>

@@ -194,12 +194,11 @@ struct Cut {
 template <class scalar_t>
 bool in_pieces(const AffineProblem& p, const InputGradient& to) {
   using Part = Piece<scalar_t, true>;
-  const auto whole = [](const void* data, int64_t n, int64_t t, int64_t k) {
-    return k == 1 && n % Part::kEach == 0 && t % Part::kEach == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  const auto whole = [](const ElementOperand& x) {
+    return x.k == 1 && x.n % Part::kEach == 0 && x.t % Part::kEach == 0 &&
+           reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
   };
-  const ElementOperand &x = p.input, &b = p.grad_output;
-  return p.K % Part::kColumns == 0 && whole(x.data, x.n, x.t, x.k) && whole(b.data, b.n, b.t, b.k) &&
-         whole(to.data, to.n, to.t, to.k);
+  return p.K % Part::kColumns == 0 && whole(p.input) && whole(p.grad_output) && whole(to);
 }
 
 // The column sums as rows, of which those of one sample and kind add up to its gradient: [2 N, parts, D].

@@ -69,9 +69,7 @@ Tensor affine_norms(const Tensor& input, const Tensor& grad_output, const Option
 // And the weight that it points to.
 std::pair<InputGradient, Tensor> input_gradient(const AffineProblem& p, const Tensor& grad_input, const Tensor& weight,
                                                 bool frozen, bool by_row) {
-  const ElementOperand out = elements_of(grad_input);
-  InputGradient to{
-      grad_input.mutable_data_ptr(), out.n, out.t, out.g, out.k, nullptr, dtype_of(weight), frozen, by_row};
+  InputGradient to{elements_of(grad_input), nullptr, dtype_of(weight), frozen, by_row};
   const Tensor weights =
       (affine_reads_weight(p, to) && weight.element_size() == 2 ? weight : weight.to(accumulator_of(grad_input)))
           .contiguous();

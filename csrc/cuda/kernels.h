@@ -93,13 +93,11 @@ struct AffineProblem {
   bool negative;  // the feature is min(x, 0), not (x - mean) rstd
 };
 
-struct InputGradient {  // of what acts element by element
-  void* data;           // as the operands are, of their dtype
-  int64_t n, t, g, k;   // strides
-  const void* weight;   // [G, K] acc, contiguous
-  DType weight_dtype;   // of the weight's and the bias's gradients
-  bool frozen;          // statistics are constants, or there are none
-  bool by_row;          // else they are of each position (G = 1), or of each group
+struct InputGradient : ElementOperand {  // of what acts element by element; written to
+  const void* weight;                    // [G, K] acc, contiguous
+  DType weight_dtype;                    // of the weight's and the bias's gradients
+  bool frozen;                           // statistics are constants, or there are none
+  bool by_row;                           // else they are of each position (G = 1), or of each group
 };
 
 struct GatherProblem {

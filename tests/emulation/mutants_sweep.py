@@ -53,6 +53,6 @@ MUTANTS = [
         ("rows: a piece of each row for its neighbour's", "thread * kColumns + j",
          "thread * kColumns + (j ^ 1)"),
         ("rows: pieces from rows that are not aligned",
-         "k == 1 && n % Part::kEach == 0 && t % Part::kEach == 0", "k == 1"),
+         "x.k == 1 && x.n % Part::kEach == 0 && x.t % Part::kEach == 0", "x.k == 1"),
         ("rows: shift forgotten", "weight[j] * grads[j] - shift -", "weight[j] * grads[j] -")]),
 ]  # fmt: skip
