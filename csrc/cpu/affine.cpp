@@ -75,21 +75,24 @@ AffineLayer<acc_t> layer_of(const Tensor& input, const Tensor& grad_output, cons
   return layer;
 }
 
-Feature feature_of(const Tensor& input, const std::optional<Tensor>& rstd, bool frozen) {
+Feature feature_of(const Tensor& input, const std::optional<Tensor>& rstd, bool negative, bool frozen) {
+  if (negative) return Feature::kNegative;
   return is_by_row(input, rstd, frozen) ? Feature::kByRow : Feature::kByColumn;
 }
 
-Tensor norms(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
-             const std::optional<Tensor>& rstd, Feature feature, bool bias) {
+Tensor affine_norms(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
+                    const std::optional<Tensor>& rstd, bool negative, bool bias) {
+  const Feature feature = feature_of(input, rstd, negative, false);
   return norm_results(input, input.size(0), bias, input.numel() == 0, [&](auto zero, const Tensor& sq_norms) {
     using acc_t = decltype(zero);
     affine_pass<acc_t>(layer_of<acc_t>(input, grad_output, mean, rstd, feature), nullptr, nullptr, nullptr, sq_norms);
   });
 }
 
-AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
-                  const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, Feature feature, bool frozen,
-                  const std::optional<Tensor>& scale, bool bias) {
+AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
+                         const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool negative,
+                         bool frozen, const std::optional<Tensor>& scale, bool bias) {
+  const Feature feature = feature_of(input, rstd, negative, frozen);
   const Tensor grad_input = empty_in_lines(input, feature == Feature::kByRow);
   const bool empty = input.numel() == 0;
   const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -114,7 +117,7 @@ BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const 
                           bool bias) {
   check_affine_by_sample(input, grad_output, weight, mean, rstd, frozen);
   const bool empty = input.numel() == 0;
-  const Feature feature = feature_of(input, rstd, frozen);
+  const Feature feature = feature_of(input, rstd, false, frozen);
   const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const Tensor grad_input =
                    weight ? empty_in_lines(input, feature == Feature::kByRow) : at::empty({0}, input.options()),
@@ -150,42 +153,11 @@ Tensor affine_sum(const Tensor& gradients, const std::optional<Tensor>& scale, a
   return sum.scalar_type() == dtype ? sum : sum.to(dtype);
 }
 
-Tensor affine_sq_norms(const Tensor& input, const Tensor& grad_output, const std::optional<Tensor>& mean,
-                       const std::optional<Tensor>& rstd, bool bias) {
-  check_affine(input, grad_output, mean, rstd);
-  return norms(input, grad_output, mean, rstd, feature_of(input, rstd, false), bias);
-}
-
-AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
-                         const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
-                         const std::optional<Tensor>& scale, bool bias) {
-  check_affine_fused(input, grad_output, weight, mean, rstd, frozen, scale);
-  return fused(input, grad_output, weight, mean, rstd, feature_of(input, rstd, frozen), frozen, scale, bias);
-}
-
-Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output) {
-  check_affine(input, grad_output, {}, {});
-  return norms(input, grad_output, {}, {}, Feature::kNegative, false);
-}
-
-Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
-                  const std::optional<Tensor>& scale) {
-  check_affine(input, grad_output, {}, {});
-  check_affine_weight(input, weight);
-  check_scale(scale, input.size(0), input);
-  auto [grad_input, grad_weight, grad_bias, sq_norms] =
-      fused(input, grad_output, weight, {}, {}, Feature::kNegative, true, scale, false);
-  return {grad_input, grad_weight, sq_norms};
-}
-
 }  // namespace
 }  // namespace torchgradx::cpu
 
 TORCH_LIBRARY_IMPL(torchgradx, CPU, m) {
-  m.impl("affine_sq_norms", torchgradx::cpu::affine_sq_norms);
-  m.impl("affine_fused", torchgradx::cpu::affine_fused);
+  torchgradx::implement_affine<torchgradx::cpu::affine_norms, torchgradx::cpu::affine_fused>(m);
   m.impl("affine_by_sample", torchgradx::cpu::affine_by_sample);
   m.impl("affine_sum", torchgradx::cpu::affine_sum);
-  m.impl("prelu_sq_norms", torchgradx::cpu::prelu_sq_norms);
-  m.impl("prelu_fused", torchgradx::cpu::prelu_fused);
 }

@@ -77,8 +77,9 @@ std::pair<InputGradient, Tensor> input_gradient(const AffineProblem& p, const Te
   return {to, weights};
 }
 
-AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight, const OptionalTensor& mean,
-                  const OptionalTensor& rstd, bool negative, bool frozen, const OptionalTensor& scale, bool bias) {
+AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
+                         const OptionalTensor& mean, const OptionalTensor& rstd, bool negative, bool frozen,
+                         const OptionalTensor& scale, bool bias) {
   const bool by_row = is_by_row(input, rstd, frozen), empty = input.numel() == 0;
   const auto make = [&](IntArrayRef sizes, const at::TensorOptions& options) {
     return empty ? at::zeros(sizes, options) : at::empty(sizes, options);
@@ -100,19 +101,6 @@ AffineFused fused(const Tensor& input, const Tensor& grad_output, const Tensor& 
 }
 
 // Operators
-
-Tensor affine_sq_norms(const Tensor& input, const Tensor& grad_output, const OptionalTensor& mean,
-                       const OptionalTensor& rstd, bool bias) {
-  check_affine(input, grad_output, mean, rstd);
-  return affine_norms(input, grad_output, mean, rstd, false, bias);
-}
-
-AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
-                         const OptionalTensor& mean, const OptionalTensor& rstd, bool frozen,
-                         const OptionalTensor& scale, bool bias) {
-  check_affine_fused(input, grad_output, weight, mean, rstd, frozen, scale);
-  return fused(input, grad_output, weight, mean, rstd, false, frozen, scale, bias);
-}
 
 BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const OptionalTensor& weight,
                           const OptionalTensor& mean, const OptionalTensor& rstd, bool frozen, bool bias) {
@@ -147,20 +135,6 @@ Tensor affine_sum(const Tensor& gradients, const OptionalTensor& scale, at::Scal
                            sum.mutable_data_ptr(), stream, P);
   });
   return sum;
-}
-
-Tensor prelu_sq_norms(const Tensor& input, const Tensor& grad_output) {
-  check_affine(input, grad_output, {}, {});
-  return affine_norms(input, grad_output, {}, {}, true, false);
-}
-
-Fused prelu_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight, const OptionalTensor& scale) {
-  check_affine(input, grad_output, {}, {});
-  check_affine_weight(input, weight);
-  check_scale(scale, input.size(0), input);
-  auto [grad_input, grad_weight, grad_bias, sq_norms] =
-      fused(input, grad_output, weight, {}, {}, true, true, scale, false);
-  return {grad_input, grad_weight, sq_norms};
 }
 
 std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred, bool over_positions) {
@@ -223,12 +197,9 @@ Tensor turned(const Tensor& input) {
 
 IMPLEMENT_OPERATORS(m) {
   using namespace torchgradx::cuda;
-  m.impl("affine_sq_norms", affine_sq_norms);
-  m.impl("affine_fused", affine_fused);
+  torchgradx::implement_affine<affine_norms, affine_fused>(m);
   m.impl("affine_by_sample", affine_by_sample);
   m.impl("affine_sum", affine_sum);
-  m.impl("prelu_sq_norms", prelu_sq_norms);
-  m.impl("prelu_fused", prelu_fused);
   m.impl("moments", moments);
   m.impl("turned", checked_turned);
   m.impl("gather_sq_norms", gather_sq_norms);

@@ -1,10 +1,12 @@
 // Which way operands [N, T, G, K] are read, and in what memory a result of theirs goes; the same on every backend.
 #pragma once
 
+#include "checks.h"
 #include "ops.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty_strided.h>
+#include <torch/library.h>
 
 namespace torchgradx {
 
@@ -33,6 +35,34 @@ inline Tensor empty_in_lines(const Tensor& like, bool by_row) {  // [N, T, G, K]
 // Whether statistics are of each position's features.
 inline bool is_by_row(const Tensor& input, const std::optional<Tensor>& rstd, bool frozen) {
   return rstd && !frozen && input.size(2) == 1 && rstd->size(1) == input.size(1);
+}
+
+// The operators of a backend that are but checks around its norms(input, grad_output, mean, rstd, negative, bias) and
+// fused(input, grad_output, weight, mean, rstd, negative, frozen, scale, bias). negative: f = min(x, 0).
+template <auto norms, auto fused>
+void implement_affine(torch::Library& m) {
+  using Maybe = const std::optional<Tensor>&;
+  m.impl("affine_sq_norms", [](const Tensor& input, const Tensor& grad_output, Maybe mean, Maybe rstd, bool bias) {
+    check_affine(input, grad_output, mean, rstd);
+    return norms(input, grad_output, mean, rstd, false, bias);
+  });
+  m.impl("affine_fused", [](const Tensor& input, const Tensor& grad_output, const Tensor& weight, Maybe mean,
+                            Maybe rstd, bool frozen, Maybe scale, bool bias) {
+    check_affine_fused(input, grad_output, weight, mean, rstd, frozen, scale);
+    return fused(input, grad_output, weight, mean, rstd, false, frozen, scale, bias);
+  });
+  m.impl("prelu_sq_norms", [](const Tensor& input, const Tensor& grad_output) {
+    check_affine(input, grad_output, {}, {});
+    return norms(input, grad_output, {}, {}, true, false);
+  });
+  m.impl("prelu_fused", [](const Tensor& input, const Tensor& grad_output, const Tensor& weight, Maybe scale) {
+    check_affine(input, grad_output, {}, {});
+    check_affine_weight(input, weight);
+    check_scale(scale, input.size(0), input);
+    auto [grad_input, grad_weight, grad_bias, sq_norms] =
+        fused(input, grad_output, weight, {}, {}, true, true, scale, false);
+    return Fused{grad_input, grad_weight, sq_norms};
+  });
 }
 
 }  // namespace torchgradx
