@@ -217,10 +217,6 @@ bool affine_reads_weight(const AffineProblem& p, const InputGradient& to) {
   return affine_rows_suit(p, to) || sweep_input_suits(p, to);
 }
 
-int64_t affine_parts(const AffineProblem& p, const InputGradient& to) {
-  return affine_rows_suit(p, to) ? affine_rows_parts(p) : 1;
-}
-
 cudaError_t launch_affine(const AffineProblem& p, const InputGradient& to, const AffineResults& results,
                           Workspace& workspace, cudaStream_t stream) {
   if (affine_rows_suit(p, to)) return launch_affine_rows(p, to, results, workspace, stream);

@@ -229,8 +229,8 @@ bool affine_rows_suit(const AffineProblem& p, const InputGradient& to) {
          p.K <= warp_columns(p) * kMostWarps;
 }
 
-int64_t affine_rows_parts(const AffineProblem& p) {
-  return Cut(p, /*by_sample=*/true).parts;
+int64_t affine_parts(const AffineProblem& p, const InputGradient& to) {
+  return affine_rows_suit(p, to) ? Cut(p, /*by_sample=*/true).parts : 1;
 }
 
 cudaError_t launch_affine_rows(const AffineProblem& p, const InputGradient& to, const AffineResults& results,

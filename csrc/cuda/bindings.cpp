@@ -174,7 +174,7 @@ Tensor rank1_sq_norms(const Tensor& activations, const Tensor& grad_output, bool
   const RowShape s = check_rows(activations, grad_output);
   TORCHGRADX_CHECK(s.T <= 1, "rank1 needs activations [N, T, I] with T of 1 at most; got ", activations.sizes());
   return norms(activations, s.N, bias, grad_output.numel() == 0, [&](const Run& run, const SqNorms& sq_norms) {
-    run_rank1(run, problem_of(s, activations, grad_output, run), sq_norms);
+    run_rank1(run, problem_of({activations, grad_output}, run), sq_norms);
   });
 }
 
@@ -194,12 +194,13 @@ Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, boo
 
 Tensor bias_sq_norms(const Tensor& grad_output) {
   check_operand(grad_output, "grad_output", 3, "[N, T, O]");
-  const RowShape s{grad_output.size(0), grad_output.size(1), 0, grad_output.size(2)};
-  const Tensor sq_norms =
-      norms(grad_output, s.N, false, grad_output.numel() == 0, [&](const Run& run, const SqNorms& out) {
-        run_bias(run, problem_of(s, grad_output, grad_output, run), out.weight);
-      });
-  return sq_norms.view({s.N});
+  const int64_t N = grad_output.size(0);
+  const bool empty = grad_output.numel() == 0;
+  return norms(grad_output, N, false, empty,
+               [&](const Run& run, const SqNorms& out) {
+                 run_bias(run, problem_of({grad_output, grad_output}, run), out.weight);
+               })
+      .view({N});
 }
 
 Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const std::optional<Tensor>& scale,

@@ -235,7 +235,6 @@ cudaError_t launch_affine(const AffineProblem& problem, const InputGradient& to,
 
 // affine_rows.cu: all of that in one sweep, for statistics of each position, if affine_rows_suit.
 bool affine_rows_suit(const AffineProblem& problem, const InputGradient& to);
-int64_t affine_rows_parts(const AffineProblem& problem);
 cudaError_t launch_affine_rows(const AffineProblem& problem, const InputGradient& to, const AffineResults& results,
                                Workspace& workspace, cudaStream_t stream);
 

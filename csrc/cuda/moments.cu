@@ -38,13 +38,11 @@ __global__ void __launch_bounds__(256) moments_kernel(const ElementOperand input
     sum = block_sum(double(first)), square = block_sum(double(second));
   };
   double sum = 0, square = 0;
+  sums(acc_t(0), sum, square);
   if (mean) {
-    sums(acc_t(0), sum, square);
     if (threadIdx.x == 0) about[0] = mean[blockIdx.x] = acc_t(sum / sets.size);
     __syncthreads();
     sums(about[0], sum, square);
-  } else {
-    sums(acc_t(0), sum, square);
   }
   if (threadIdx.x > 0) return;
   const double excess = mean ? sum * sum / sets.size : 0;  // by the rounding of the mean

@@ -57,18 +57,13 @@ inline std::optional<Rows> rows_of_images(const ConvShape& s, const Tensor& inpu
   return Rows{rows_of_pixels(met), rows_of_pixels(grads)};
 }
 
-inline LinearProblem problem_of(const RowShape& s, const Tensor& activations, const Tensor& grad_output,
-                                const Run& run) {
-  return {dtype_of(activations), s.N, s.T, s.I, s.O, rows_of(activations), rows_of(grad_output), run.device()};
-}
-
 inline Conv2dProblem problem_of(const ConvShape& s, const Tensor& input, const Tensor& grad_output, const Run& run) {
   return {s, dtype_of(input), planes_of(input), planes_of(grad_output), run.device()};
 }
 
 inline LinearProblem problem_of(const Rows& rows, const Run& run) {
   const Tensor &a = rows.activations, &b = rows.grad_output;
-  return problem_of(RowShape{a.size(0), a.size(1), a.size(2), b.size(2)}, a, b, run);
+  return {dtype_of(a), a.size(0), a.size(1), a.size(2), b.size(2), rows_of(a), rows_of(b), run.device()};
 }
 
 // Rows as images of one row each
