@@ -65,22 +65,16 @@ __device__ __forceinline__ uint32_t shared_address(const void* shared) {
 
 // 16, 8 or 4 bytes from global to shared memory, asynchronously, both aligned to that size. Only the first valid_bytes
 // are read, the others become zero: at 0 the global address only has to be aligned. 16 bytes go past L1 (.cg).
-__device__ __forceinline__ void cp_async_16(void* shared, const void* global, int valid_bytes = 16) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)), "l"(global),
-               "r"(valid_bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void cp_async_8(void* shared, const void* global, int valid_bytes = 8) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(shared_address(shared)), "l"(global),
-               "r"(valid_bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void cp_async_4(void* shared, const void* global, int valid_bytes = 4) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared_address(shared)), "l"(global),
-               "r"(valid_bytes)
-               : "memory");
+template <int bytes>
+__device__ __forceinline__ void cp_async(void* shared, const void* global, int valid_bytes = bytes) {
+  if constexpr (bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(valid_bytes)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(shared_address(shared)), "l"(global),
+                 "n"(bytes), "r"(valid_bytes)
+                 : "memory");
 }
 
 // Closes this thread's group of copies; a group may be empty, which keeps the count of a pipeline's tail right.

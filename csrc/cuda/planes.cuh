@@ -92,7 +92,7 @@ __device__ __forceinline__ void stage_pieces(scalar_t* out, const scalar_t* from
 #pragma unroll 1
     for (int y = warp; y < o.high; y += warps, at += warps * o.of.h, to += warps * o.row * kPitch<scalar_t>) {
       if (inside && unsigned(y0 + y) < unsigned(o.H))
-        cp_async_16(to, at);
+        cp_async<16>(to, at);
       else
         *reinterpret_cast<uint4*>(to) = uint4{};
     }

@@ -87,7 +87,7 @@ class TileCopy {
       const scalar_t* const from = loader_.at(sample, k_place(k0 + k), table_[first]);
       const int64_t step = Layout::kInnerK ? mn_stride() * kStep : kStep;
 #pragma unroll
-      for (int i = 0; i < kMn / kStep; ++i) cp_async_16(tile + Layout::offset(k, first + i * kStep), from + i * step);
+      for (int i = 0; i < kMn / kStep; ++i) cp_async<16>(tile + Layout::offset(k, first + i * kStep), from + i * step);
     }
   }
   __device__ __forceinline__ int64_t mn_stride() const {
@@ -110,23 +110,19 @@ class TileCopy {
   }
 
   __device__ __forceinline__ void copy_chunk(scalar_t* to, const scalar_t* from, int bytes) const {
-    if (loader_.access.chunk_bytes == 16) {
-      cp_async_16(to, from, bytes);
-    } else if (loader_.access.chunk_bytes == 8) {
-#pragma unroll
-      for (int piece = 0; piece < 16; piece += 8)
-        cp_async_8(bytes_in(to, piece), bytes > piece ? bytes_in(from, piece) : loader_.data,
-                   min(max(bytes - piece, 0), 8));
-    } else {
-#pragma unroll
-      for (int piece = 0; piece < 16; piece += 4)
-        cp_async_4(bytes_in(to, piece), bytes > piece ? bytes_in(from, piece) : loader_.data,
-                   min(max(bytes - piece, 0), 4));
-    }
+    if (loader_.access.chunk_bytes == 16)
+      cp_async<16>(to, from, bytes);
+    else if (loader_.access.chunk_bytes == 8)
+      copy_pieces<8>(to, from, bytes);
+    else
+      copy_pieces<4>(to, from, bytes);
   }
-  template <class T>
-  static __device__ __forceinline__ T* bytes_in(T* pointer, int bytes) {
-    return pointer + bytes / int(sizeof(T));
+  template <int piece>
+  __device__ __forceinline__ void copy_pieces(scalar_t* to, const scalar_t* from, int bytes) const {
+#pragma unroll
+    for (int at = 0; at < 16; at += piece)
+      cp_async<piece>(to + at / int(sizeof(scalar_t)), bytes > at ? from + at / int(sizeof(scalar_t)) : loader_.data,
+                      min(max(bytes - at, 0), piece));
   }
 
   // Whatever the strides and the alignment. Wide types still arrive asynchronously; a lone half is below the 4 bytes of
@@ -145,10 +141,9 @@ class TileCopy {
         const int mn = first + batch + b * kApart;
         const scalar_t* from = loader_.at(sample, of_k, table_[mn]);
         const bool valid = k_valid && mn_left(mn) > 0 && from;
-        if constexpr (sizeof(scalar_t) == 8)
-          cp_async_8(tile + Layout::offset(k, mn), valid ? from : loader_.data, valid ? 8 : 0);
-        else if constexpr (sizeof(scalar_t) == 4)
-          cp_async_4(tile + Layout::offset(k, mn), valid ? from : loader_.data, valid ? 4 : 0);
+        if constexpr (sizeof(scalar_t) > 2)
+          cp_async<sizeof(scalar_t)>(tile + Layout::offset(k, mn), valid ? from : loader_.data,
+                                     valid ? sizeof(scalar_t) : 0);
         else
           values[b] = valid ? *from : scalar_t();
       }

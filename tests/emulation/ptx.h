@@ -24,16 +24,9 @@ using cuda_emulation::cp_async_commit;
 using cuda_emulation::mma_m16n8k8_tf32;
 using cuda_emulation::Site;
 
-inline void cp_async_16(void* shared, const void* global, int valid_bytes = 16) {
-  cuda_emulation::copy_async(shared, global, 16, valid_bytes);
-}
-
-inline void cp_async_8(void* shared, const void* global, int valid_bytes = 8) {
-  cuda_emulation::copy_async(shared, global, 8, valid_bytes);
-}
-
-inline void cp_async_4(void* shared, const void* global, int valid_bytes = 4) {
-  cuda_emulation::copy_async(shared, global, 4, valid_bytes);
+template <int bytes>
+void cp_async(void* shared, const void* global, int valid_bytes = bytes) {
+  cuda_emulation::copy_async(shared, global, bytes, valid_bytes);
 }
 
 template <int left>

@@ -114,7 +114,7 @@ template <Fault fault, int left = 0>
 __global__ void copy_kernel(const float* in, float* out, int valid_bytes) {
   DYNAMIC_SHARED(float, tile);
   const int i = int(threadIdx.x);
-  if (i < kThreads / 4) cp_async_16(tile + 4 * i + (fault == misaligned ? 1 : 0), in + 4 * i, valid_bytes);
+  if (i < kThreads / 4) cp_async<16>(tile + 4 * i + (fault == misaligned ? 1 : 0), in + 4 * i, valid_bytes);
   cp_async_commit();
   if (fault != uninitialised) cp_async_wait<left>();
   if (fault != no_barrier) __syncthreads();
@@ -123,7 +123,7 @@ __global__ void copy_kernel(const float* in, float* out, int valid_bytes) {
 
 __global__ void never_waited_kernel(const float* in, float* out, int) {
   DYNAMIC_SHARED(float, tile);
-  cp_async_4(tile + threadIdx.x, in + threadIdx.x);
+  cp_async<4>(tile + threadIdx.x, in + threadIdx.x);
   out[threadIdx.x] = in[threadIdx.x];
 }
 

@@ -15,9 +15,7 @@ __global__ void cp_async_kernel(Words in, uint32_t* out) {
   DYNAMIC_SHARED(uint32_t, tile);
   constexpr int words = bytes / 4;
   const int i = int(threadIdx.x), valid = i % (bytes + 1);
-  if constexpr (bytes == 16) cp_async_16(tile + i * words, in + i * words, valid);
-  if constexpr (bytes == 8) cp_async_8(tile + i * words, in + i * words, valid);
-  if constexpr (bytes == 4) cp_async_4(tile + i * words, in + i * words, valid);
+  cp_async<bytes>(tile + i * words, in + i * words, valid);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
