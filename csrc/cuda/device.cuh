@@ -112,22 +112,18 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* 
 //   d[0] D[g][2p]     d[1] D[g][2p + 1]     d[2] D[g + 8][2p]     d[3] D[g + 8][2p + 1]
 // So of tiles stored k-major (as rows of T): ldmatrix_x4_trans gives A of four 8x8 in the order (k, m), (k, m + 8),
 // (k + 8, m), (k + 8, m + 8), and B of two column groups in the order (k, n), (k + 8, n), (k, n + 8), (k + 8, n + 8).
+#define MMA(shape, type)                                                                \
+  asm volatile("mma.sync.aligned." shape ".row.col.f32." type "." type                  \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                         \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 template <class half_t>  // __nv_bfloat16 or __half
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  if constexpr (std::is_same_v<half_t, __nv_bfloat16>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  } else {
-    static_assert(std::is_same_v<half_t, __half>);
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  }
+  static_assert(std::is_same_v<half_t, __nv_bfloat16> || std::is_same_v<half_t, __half>);
+  if constexpr (std::is_same_v<half_t, __half>)
+    MMA("m16n8k16", "f16");
+  else
+    MMA("m16n8k16", "bf16");
 }
 
 // float32 rounded to the 10 bits of tf32, ties away from zero. An mma of tf32 would cut off what is not rounded.
@@ -141,12 +137,9 @@ __device__ __forceinline__ uint32_t to_tf32(float value) {
 //   a[0] A[g][p]   a[1] A[g + 8][p]   a[2] A[g][p + 4]   a[3] A[g + 8][p + 4]
 //   b[0] B[p][g]   b[1] B[p + 4][g]   d as in mma_m16n8k16
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  MMA("m16n8k8", "tf32");
 }
+#undef MMA
 
 }  // namespace torchgradx::cuda
 #endif  // CUDA_EMULATION
