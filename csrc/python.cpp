@@ -20,15 +20,6 @@ namespace {
 
 using torch::autograd::SavedVariable;
 
-// A tensor kept as autograd keeps one, for layers that run again in Python.
-struct Packed {
-  SavedVariable value;
-  explicit Packed(const Tensor& t) : value(t.detach(), /*is_output=*/false) {}
-  Tensor unpack() const {
-    return value.unpack();
-  }
-};
-
 // getattr(module, name, None), where the module's class knows no such name, without the exception that
 // Module.__getattr__ comes after: making it takes longer than a small layer's kernel.
 py::object parameter_of(const py::object& module, PyObject* name) {
@@ -376,7 +367,9 @@ void bind_capture(py::module_& m) {
     return found;
   });
 
-  py::class_<Packed>(m, "Saved").def(py::init<const Tensor&>()).def("unpack", &Packed::unpack);
+  py::class_<SavedVariable>(m, "Saved", py::module_local())  // a tensor kept as autograd keeps one
+      .def(py::init([](const Tensor& t) { return SavedVariable(t.detach(), /*is_output=*/false); }))
+      .def("unpack", [](const SavedVariable& self) { return self.unpack(); });
 }
 
 void bind_at_node(py::module_& m);

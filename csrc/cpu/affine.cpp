@@ -95,7 +95,7 @@ AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const T
   const Feature feature = feature_of(input, rstd, negative, frozen);
   const Tensor grad_input = empty_in_lines(input, feature == Feature::kByRow);
   const bool empty = input.numel() == 0;
-  const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto dtype = accumulator_of(input);
   const auto as = [](const Tensor& t, at::ScalarType type) { return t.scalar_type() == type ? t : t.to(type); };
   const Tensor grad_weight = results(weight.sizes(), dtype, empty),
                grad_bias = bias ? results(weight.sizes(), dtype, empty) : results({0}, dtype, false);
@@ -118,7 +118,7 @@ BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const 
   check_affine_by_sample(input, grad_output, weight, mean, rstd, frozen);
   const bool empty = input.numel() == 0;
   const Feature feature = feature_of(input, rstd, false, frozen);
-  const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto dtype = accumulator_of(input);
   const Tensor grad_input =
                    weight ? empty_in_lines(input, feature == Feature::kByRow) : at::empty({0}, input.options()),
                gradients = results({1 + int64_t(bias), input.size(0), 1, input.size(2) * input.size(3)}, dtype, empty);
@@ -137,7 +137,7 @@ Tensor affine_sum(const Tensor& gradients, const std::optional<Tensor>& scale, a
   check_scale(scale, gradients.size(0), gradients);
   const int64_t N = gradients.size(0), P = gradients.size(1), C = gradients.size(2);
   const Tensor rows = gradients.contiguous(), sum = at::zeros({C}, rows.options());
-  const auto add = [&](auto zero) {
+  as_accumulator(rows.scalar_type(), [&](auto zero) {
     using acc_t = decltype(zero);
     const Tensor factors = scale ? scale->to(rows.scalar_type()).contiguous() : Tensor();
     const acc_t* const by_sample = scale ? factors.const_data_ptr<acc_t>() : nullptr;
@@ -148,8 +148,7 @@ Tensor affine_sum(const Tensor& gradients, const std::optional<Tensor>& scale, a
       if (factor == acc_t(0)) continue;  // 0 times nan is nan
       for (int64_t c = 0; c < C; ++c) to[c] += factor * from[c];
     }
-  };
-  rows.scalar_type() == at::kDouble ? add(0.0) : add(0.0f);
+  });
   return sum.scalar_type() == dtype ? sum : sum.to(dtype);
 }
 

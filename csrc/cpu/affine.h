@@ -3,7 +3,7 @@
 // PReLU. What stands by row is one number a line; what stands by column, one a place in the line.
 #pragma once
 
-#include "tile.h"
+#include <cstdint>
 
 namespace torchgradx::cpu {
 
@@ -55,19 +55,5 @@ struct LineKernels {
   void (*column_moments)(const Lines<acc_t>& lines, acc_t* sums, acc_t* squares);
   void (*narrow)(void* out, const acc_t* in, int64_t count);  // to the operands' dtype
 };
-
-template <class acc_t>
-struct AffineKernels {
-  LineKernels<acc_t> native, bfloat16, float16;
-  // returns |values|^2, and total += scale values if there is a total
-  acc_t (*settle)(const acc_t* values, int64_t count, acc_t scale, acc_t* total);
-
-  const LineKernels<acc_t>& of(at::ScalarType dtype) const {
-    return dtype == at::kBFloat16 ? bfloat16 : dtype == at::kHalf ? float16 : native;
-  }
-};
-
-template <class acc_t>
-const AffineKernels<acc_t>& affine_kernels();  // for this processor
 
 }  // namespace torchgradx::cpu

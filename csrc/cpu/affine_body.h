@@ -1,5 +1,5 @@
-// Included after tile_body.h by the same files, under the same rules: anonymous, and nothing of std instantiated.
-// Whole vectors first, then single lanes: step<W> is written once for both.
+// Loops over lines. Included by gates_body.h, under its rules.
+#include "tile_body.h"
 
 namespace torchgradx::cpu {
 namespace {
@@ -8,14 +8,6 @@ template <class T, int W>
 INLINE Vector<T, W> splat(T v) {
   return Vector<T, W>{} + v;
 }
-template <class T, int W>
-INLINE T total(Vector<T, W> v) {
-  if constexpr (W == 1)
-    return v[0];
-  else
-    return sum_lanes<T, W>(v);
-}
-
 template <class T, int W>
 INLINE Vector<T, W> where(decltype(Vector<T, W>{} > T(0)) mask, Vector<T, W> yes, Vector<T, W> no) {
   using Mask = decltype(mask);
@@ -95,29 +87,25 @@ INLINE void each_vector(int64_t count, const Add& add) {
 }
 
 template <class T, int L, class S, bool kNegative, bool kWeighted, bool kSquares>
-INLINE void dots_row(const S* x, const S* g, const T* w, int64_t count, T mean, T rstd, T* out) {
-  using Vec = Vector<T, L>;
-  Vec sums[2][4] = {};
-  const Vec means = splat<T, L>(mean), rstds = splat<T, L>(rstd);
-  each_vector<L>(count, [&](int a, int64_t c, bool tail) __attribute__((always_inline)) {
-    const Vec grad = tail ? load_tail<T, L>(g, count, 0) : load<T, L>(g + c);
-    const Vec f = feature<T, L, kNegative>(tail ? load_tail<T, L>(x, count, mean) : load<T, L>(x + c), means, rstds);
-    Vec weighted = grad;
-    if constexpr (kWeighted) weighted *= tail ? load_tail<T, L>(w, count, 0) : load<T, L>(w + c);
-    sums[a][0] += weighted, sums[a][1] += weighted * f;
-    if constexpr (kSquares) sums[a][2] += grad * grad, sums[a][3] += grad * f * (grad * f);
-  });
-  for (int k = 0; k < (kSquares ? 4 : 2); ++k) out[k] = total<T, L>(sums[0][k] + sums[1][k]);
-}
-
-template <class T, int L, class S, bool kNegative, bool kWeighted, bool kSquares>
 INLINE void dots_rows(const Lines<T>& b, const T* w, const RowSums<T>& to) {
+  using Vec = Vector<T, L>;
   const S *x = static_cast<const S*>(b.x), *g = static_cast<const S*>(b.g);
+  const int64_t count = b.columns;
   for (int64_t r = 0; r < b.rows; ++r, x += b.x_along, g += b.g_along) {
-    T out[4];
-    dots_row<T, L, S, kNegative, kWeighted, kSquares>(x, g, w, b.columns, b.mean[r], b.rstd[r], out);
-    to.sums[r] += out[0], to.products[r] += out[1];
-    if constexpr (kSquares) to.squares[r] += out[2], to.sq_products[r] += out[3];
+    const T mean = b.mean[r];
+    const Vec means = splat<T, L>(mean), rstds = splat<T, L>(b.rstd[r]);
+    Vec sums[2][4] = {};
+    each_vector<L>(count, [&](int a, int64_t c, bool tail) __attribute__((always_inline)) {
+      const Vec grad = tail ? load_tail<T, L>(g, count, 0) : load<T, L>(g + c);
+      const Vec f = feature<T, L, kNegative>(tail ? load_tail<T, L>(x, count, mean) : load<T, L>(x + c), means, rstds);
+      Vec weighted = grad;
+      if constexpr (kWeighted) weighted *= tail ? load_tail<T, L>(w, count, 0) : load<T, L>(w + c);
+      sums[a][0] += weighted, sums[a][1] += weighted * f;
+      if constexpr (kSquares) sums[a][2] += grad * grad, sums[a][3] += grad * f * (grad * f);
+    });
+    const auto sum = [&](int k) __attribute__((always_inline)) { return sum_lanes<T, L>(sums[0][k] + sums[1][k]); };
+    to.sums[r] += sum(0), to.products[r] += sum(1);
+    if constexpr (kSquares) to.squares[r] += sum(2), to.sq_products[r] += sum(3);
   }
 }
 
@@ -144,7 +132,7 @@ void moments(const Lines<T>& b, T* sums, T* squares) {
       const Vec off = (tail ? load_tail<T, L>(x, b.columns, b.mean[r]) : load<T, L>(x + c)) - mean;
       sum[a] += off, square[a] += off * off;
     });
-    sums[r] += total<T, L>(sum[0] + sum[1]), squares[r] += total<T, L>(square[0] + square[1]);
+    sums[r] += sum_lanes<T, L>(sum[0] + sum[1]), squares[r] += sum_lanes<T, L>(square[0] + square[1]);
   }
 }
 
@@ -159,7 +147,7 @@ T settle(const T* values, int64_t count, T scale, T* sum) {
   int64_t c = 0;
   for (; c + 2 * L <= count; c += 2 * L) step(0, c), step(1, c + L);
   if (c + L <= count) step(0, c), c += L;
-  T all = total<T, L>(squares[0] + squares[1]);
+  T all = sum_lanes<T, L>(squares[0] + squares[1]);
   for (; c < count; ++c) {
     all += values[c] * values[c];
     if (sum) sum[c] += values[c] * scale;
@@ -168,12 +156,6 @@ T settle(const T* values, int64_t count, T scale, T* sum) {
 }
 
 // ---- sums by column ----
-
-// What is read of a line now is wanted of the line `ahead` soon: the processor's own prefetching ends with a line.
-template <class S>
-INLINE void prefetch(const S* line, int64_t ahead) {
-  __builtin_prefetch(line + ahead);
-}
 
 // R rows of columns [c, c + W)
 template <class T, int W, int R, class S, Feature kFeature>
@@ -276,8 +258,10 @@ INLINE int64_t gradient_span(const Lines<T>& b, const Gradient<T>& to, const Col
         const Vec xhat = (load<T, W>(x + r * b.x_along + c) - mean[r]) * rstd[r];
         result -= shift[r] + xhat * slope[r];
         if constexpr (kSums) {
-          if (W > 1)
-            prefetch(x + r * b.x_along + c, b.rows * b.x_along), prefetch(g + r * b.g_along + c, b.rows * b.g_along);
+          if (W > 1) {  // of the next block: the processor's own prefetching ends with a line
+            __builtin_prefetch(x + r * b.x_along + c + b.rows * b.x_along);
+            __builtin_prefetch(g + r * b.g_along + c + b.rows * b.g_along);
+          }
           const Vec scaled = grad * factor[r];
           sum += scaled, product += scaled * xhat;
         }
@@ -326,8 +310,6 @@ void narrow(void* out, const T* in, int64_t count) {
   for (; c < count; ++c) store_as<T, 1>(to + c, load<T, 1>(in + c));
 }
 
-// ---- the table ----
-
 template <class T, int L, class S>
 constexpr LineKernels<T> line_kernels() {
   return {
@@ -340,18 +322,6 @@ constexpr LineKernels<T> line_kernels() {
       moments<T, L, S>,
       column_moments<T, L, S>,
       narrow<T, L, S>};
-}
-
-template <class T, int L>
-AffineKernels<T> make_affine_kernels() {
-  AffineKernels<T> table{};
-  table.native = line_kernels<T, L, T>();
-  if constexpr (sizeof(T) == sizeof(float)) {
-    table.bfloat16 = line_kernels<T, L, bfloat16_bits>();
-    table.float16 = line_kernels<T, L, float16_bits>();
-  }
-  table.settle = settle<T, L>;
-  return table;
 }
 
 }  // namespace

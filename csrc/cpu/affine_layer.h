@@ -17,22 +17,8 @@ constexpr int64_t kPlaneBytes = 1 << 17;   // planes, which are read twice
 constexpr int64_t kPackedBytes = 1 << 15;  // of planes that are packed
 
 inline Operand affine_operand(const Tensor& t) {  // [N, T, G, K]
-  return {static_cast<const char*>(t.const_data_ptr()),
-          int64_t(t.element_size()),
-          t.stride(0),
-          t.stride(2),
-          t.stride(1),
-          t.stride(3)};
+  return operand_of(t, t.stride(2), t.stride(1), t.stride(3));
 }
-
-template <class acc_t>
-struct AffineScratch {
-  Scratch<acc_t> x, g, out, columns, rows;
-  static AffineScratch& mine() {
-    static thread_local AffineScratch scratch;
-    return scratch;
-  }
-};
 
 template <class acc_t>
 struct Statistic {  // mean or rstd [N, T or 1, G], or a number where there is none

@@ -63,7 +63,7 @@ struct AffineLayer {
 // |values|^2, added to total [count] times scale if there is one; in double where float's squares underflow.
 template <class acc_t>
 double settle(const acc_t* values, int64_t count, acc_t scale, acc_t* total) {
-  const double squares = affine_kernels<acc_t>().settle(values, count, scale, total);
+  const double squares = kernels<acc_t>().settle(values, count, scale, total);
   return underflowed<acc_t>(squares) ? kernels<acc_t>().native.sq_sum(values, count, 1) : squares;
 }
 
@@ -88,7 +88,7 @@ class AffineSweep {
         results_(results),
         first_(part.g0 * layer.K),
         columns_((part.g1 - part.g0) * layer.K),
-        kernels_(layer.packs() ? affine_kernels<acc_t>().native : affine_kernels<acc_t>().of(layer.dtype)),
+        kernels_((layer.packs() ? kernels<acc_t>().native : kernels<acc_t>().of(layer.dtype)).lines),
         narrows_(layer.packs() && c10::elementSize(layer.dtype) != sizeof(acc_t)),
         itemsize_(layer.packs() ? sizeof(acc_t) : c10::elementSize(layer.dtype)) {
     acc_t* const scratch = scratch_.columns.get(6 * columns_);
@@ -276,7 +276,7 @@ class AffineSweep {
     if (!narrows_) return f(out, along);
     acc_t* const wide = scratch_.out.get(lines.rows * lines.columns);
     f(wide, lines.columns);
-    const auto narrow = affine_kernels<acc_t>().of(layer_.dtype).narrow;
+    const auto narrow = kernels<acc_t>().of(layer_.dtype).lines.narrow;
     for (int64_t r = 0; r < lines.rows; ++r)
       narrow(out + r * along * o.itemsize, wide + r * lines.columns, lines.columns);
   }
@@ -288,7 +288,7 @@ class AffineSweep {
   const LineKernels<acc_t>& kernels_;
   const bool narrows_;
   const int64_t itemsize_;  // of what the kernels read
-  AffineScratch<acc_t>& scratch_ = AffineScratch<acc_t>::mine();
+  Workspace<acc_t>& scratch_ = Workspace<acc_t>::mine();
   acc_t *sums_, *products_, *mean_, *rstd_, *shift_, *slope_;  // [columns]
   int64_t row_count_ = 0;
   acc_t *ones_ = nullptr, *row_sums_ = nullptr;  // [rows], [4, rows]

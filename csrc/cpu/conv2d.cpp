@@ -13,16 +13,12 @@ namespace {
 
 using at::IntArrayRef;
 
-bool pointwise(const ConvShape& s) {
-  return s.kH == 1 && s.kW == 1 && s.strideH == 1 && s.strideW == 1 && s.padH == 0 && s.padW == 0 && s.groups == 1;
-}
-
-// [N, C, H, W] -> [N, H W, C] without a copy, or nothing where rows are apart
-std::optional<Tensor> as_rows(const Tensor& t) {
-  const int64_t T = t.size(2) * t.size(3);
-  const bool flat = t.size(2) <= 1 || t.stride(2) == t.size(3) * t.stride(3) || t.size(3) <= 1;
-  if (!flat) return std::nullopt;
-  return viewed(t, {t.size(0), T, t.size(1)}, {t.stride(0), t.size(3) > 1 ? t.stride(3) : t.stride(2), t.stride(1)});
+// [N, C, H, W] of a 1 x 1 convolution -> [N, H W, C] without a copy, or nothing where rows are apart
+std::optional<Tensor> as_rows(const ConvShape& s, const Tensor& t) {
+  const auto along = joint_stride(t, 2);
+  if (!along || s.kH * s.kW > 1 || s.strideH * s.strideW > 1 || s.padH + s.padW > 0 || s.groups > 1)
+    return std::nullopt;
+  return viewed(t, {t.size(0), t.size(2) * t.size(3), t.size(1)}, {t.stride(0), *along, t.stride(1)});
 }
 
 // Of small images with many channels: the Gram matrices of pixels cost less than what becomes of each tile.
@@ -39,33 +35,22 @@ bool gram_is_quicker(const Patches<acc_t>& layer, const ConvShape& s) {
 template <class acc_t>
 void weight_pass(const Tensor& input, const Tensor& grad_output, const ConvShape& s, const acc_t* scale,
                  const Tensor& weight) {
-  const auto kept = kept_samples(input, grad_output, scale);
-  if (!kept) {
-    const Patches<acc_t> layer(input, grad_output, s, true);
-    return fused_pass<acc_t>(layer, scale, s.outH * s.outW, weight, {}, {});
-  }
-  ConvShape fewer = s;
-  fewer.N = kept->scale.numel();
-  weight.zero_();
-  if (fewer.N == 0) return;
-  const acc_t* const factors = kept->scale.template const_data_ptr<acc_t>();
-  weight_pass<acc_t>(kept->activations, kept->grad_output, fewer, factors, weight);
-}
-
-bool is_empty(const ConvShape& s) {
-  return s.N == 0 || s.O == 0 || s.outH == 0 || s.outW == 0;
+  over_kept(input, grad_output, scale, weight, [&](const Tensor& x, const Tensor& grads, const acc_t* factors) {
+    ConvShape kept = s;
+    kept.N = x.size(0);
+    fused_pass<acc_t>(Patches<acc_t>(x, grads, kept, true), factors, s.outH * s.outW, weight, {}, {});
+  });
 }
 
 Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size,
                               IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
                               bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
-  if (pointwise(s))
-    if (const auto a = as_rows(input), b = as_rows(grad_output); a && b) return direct_sq_norms(*a, *b, bias);
-  return norm_results(input, s.N, bias, is_empty(s), [&](auto zero, const Tensor& sq_norms) {
+  if (const auto a = as_rows(s, input), b = as_rows(s, grad_output); a && b) return direct_sq_norms(*a, *b, bias);
+  return norm_results(input, s.N, bias, grad_output.numel() == 0, [&](auto zero, const Tensor& sq_norms) {
     using acc_t = decltype(zero);
     const Patches<acc_t> layer(input, grad_output, s, false);
-    if (!suits_planes(s)) return direct_pass<acc_t>(layer, sq_norms);
+    if (!suits_planes(s)) return fused_pass<acc_t>(layer, nullptr, 1, {}, {}, sq_norms);
     planes_pass<acc_t>(layer, nullptr, {}, sq_norms);
     if (bias) bias_pass<acc_t>(layer, nullptr, {}, sq_norms);
   });
@@ -74,7 +59,7 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
 Tensor conv2d_gram_sq_norms(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
                             IntArrayRef padding, IntArrayRef dilation, int64_t groups, bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
-  return norm_results(input, s.N, bias, is_empty(s), [&](auto zero, const Tensor& sq_norms) {
+  return norm_results(input, s.N, bias, grad_output.numel() == 0, [&](auto zero, const Tensor& sq_norms) {
     using acc_t = decltype(zero);
     // The groups are layers of their own, each with its share of the channels.
     ConvShape one = s;
@@ -100,13 +85,12 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef k
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   check_scale(scale, s.N, input);
   const int64_t columns = s.C / s.groups;
-  if (pointwise(s))
-    if (const auto a = as_rows(input), b = as_rows(grad_output); a && b) {
-      auto [weight, grad_bias, sq_norms] = linear_fused(*a, *b, scale, bias);
-      return {weight.view({s.O, s.C, 1, 1}), grad_bias, sq_norms};
-    }
+  if (const auto a = as_rows(s, input), b = as_rows(s, grad_output); a && b) {
+    auto [weight, grad_bias, sq_norms] = linear_fused(*a, *b, scale, bias);
+    return {weight.view({s.O, s.C, 1, 1}), grad_bias, sq_norms};
+  }
   return fused_results(
-      input, {s.O, columns, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
+      input, {s.O, columns, s.kH, s.kW}, s.N, scale, bias, grad_output.numel() == 0,
       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
         using acc_t = decltype(zero);
         const Patches<acc_t> layer(input, grad_output, s, true);
@@ -126,13 +110,12 @@ Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, IntArrayRef
                      IntArrayRef padding, IntArrayRef dilation, int64_t groups, const Tensor& scale, bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   check_scale(scale, s.N, input);
-  if (pointwise(s))
-    if (const auto a = as_rows(input), b = as_rows(grad_output); a && b) {
-      const auto [weight, grad_bias] = linear_scaled(*a, *b, scale, bias);
-      return {weight.view({s.O, s.C, 1, 1}), grad_bias};
-    }
+  if (const auto a = as_rows(s, input), b = as_rows(s, grad_output); a && b) {
+    const auto [weight, grad_bias] = linear_scaled(*a, *b, scale, bias);
+    return {weight.view({s.O, s.C, 1, 1}), grad_bias};
+  }
   const auto [weight, grad_bias, none] = fused_results(
-      input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
+      input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, grad_output.numel() == 0,
       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
         using acc_t = decltype(zero);
         const Patches<acc_t> layer(input, grad_output, s, true);

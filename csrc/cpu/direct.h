@@ -18,7 +18,6 @@ struct SharedGrads {
 };
 
 Tensor direct_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias);
-Tensor gram_sq_norms(const Tensor& activations, const Tensor& grad_output, bool bias);
 Fused linear_fused(const Tensor& activations, const Tensor& grad_output, const std::optional<Tensor>& scale, bool bias,
                    SharedGrads* shared = nullptr);  // `shared` goes without a scale
 Scaled linear_scaled(const Tensor& activations, const Tensor& grad_output, const Tensor& scale, bool bias);

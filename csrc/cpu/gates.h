@@ -23,15 +23,11 @@ struct GruRow {                        // gates: reset, update, new
 
 template <class T>
 struct GateKernels {
-  void (*add)(T* to, const T* from, int64_t count);
   void (*cells)(const T* gates, const T* before, T* out, int64_t h);  // of an LSTM
   void (*lstm)(const LstmRow<T>& row, int64_t h);
   void (*gru)(const GruRow<T>& row, int64_t h);
   void (*tanh)(const T* states, const T* grad, const T* arriving, T* out, int64_t h);  // of a plain RNN
   void (*relu)(const T* states, const T* grad, const T* arriving, T* out, int64_t h);
 };
-
-template <class T>
-const GateKernels<T>& gate_kernels();  // for this processor
 
 }  // namespace torchgradx::cpu

@@ -1,32 +1,23 @@
-// Included after affine_body.h by the same files, under the same rules.
+// What a step of a recurrent cell does, and the table of all kernels.
+// Included by tile_default.cpp, tile_avx2.cpp and tile_avx512.cpp after their target pragma; not a header of its own.
+// Everything is in an anonymous namespace and nothing of std is instantiated: a function compiled for AVX-512 that the
+// linker merged with its namesake elsewhere would fault on older processors.
+#include "affine_body.h"
 
 namespace torchgradx::cpu {
 namespace {
 
-// f(place, width as a constant): whole vectors, then single lanes
-template <int W>
-struct Width {
-  static constexpr int value = W;
-};
+// f<width>(place): whole vectors, then single lanes
 template <int L, class F>
 INLINE void each_lane(int64_t count, const F& f) {
   int64_t j = 0;
-  for (; j + L <= count; j += L) f(j, Width<L>{});
-  for (; j < count; ++j) f(j, Width<1>{});
-}
-
-template <class T, int L>
-void add(T* to, const T* from, int64_t count) {
-  each_lane<L>(count, [&](int64_t j, auto width) __attribute__((always_inline)) {
-    constexpr int W = decltype(width)::value;
-    store<T, W>(to + j, load<T, W>(to + j) + load<T, W>(from + j));
-  });
+  for (; j + L <= count; j += L) f.template operator()<L>(j);
+  for (; j < count; ++j) f.template operator()<1>(j);
 }
 
 template <class T, int L>
 void lstm_cells(const T* gates, const T* before, T* out, int64_t h) {
-  each_lane<L>(h, [&](int64_t j, auto width) __attribute__((always_inline)) {
-    constexpr int W = decltype(width)::value;
+  each_lane<L>(h, [&]<int W>(int64_t j) __attribute__((always_inline)) {
     const auto i = load<T, W>(gates + j), f = load<T, W>(gates + h + j), g = load<T, W>(gates + 2 * h + j);
     store<T, W>(out + j, f * load<T, W>(before + j) + i * g);
   });
@@ -34,8 +25,7 @@ void lstm_cells(const T* gates, const T* before, T* out, int64_t h) {
 
 template <class T, int L>
 void lstm_row(const LstmRow<T>& row, int64_t h) {
-  each_lane<L>(h, [&](int64_t j, auto width) __attribute__((always_inline)) {
-    constexpr int W = decltype(width)::value;
+  each_lane<L>(h, [&]<int W>(int64_t j) __attribute__((always_inline)) {
     const T *const q = row.gates + j, *const carried = row.carried + j;
     const auto i = load<T, W>(q), f = load<T, W>(q + h), g = load<T, W>(q + 2 * h), o = load<T, W>(q + 3 * h);
     const auto c = load<T, W>(row.before + j);
@@ -55,8 +45,7 @@ void lstm_row(const LstmRow<T>& row, int64_t h) {
 
 template <class T, int L>
 void gru_row(const GruRow<T>& row, int64_t h) {
-  each_lane<L>(h, [&](int64_t j, auto width) __attribute__((always_inline)) {
-    constexpr int W = decltype(width)::value;
+  each_lane<L>(h, [&]<int W>(int64_t j) __attribute__((always_inline)) {
     const T* const q = row.gates + j;
     const auto r = load<T, W>(q), z = load<T, W>(q + h), n = load<T, W>(q + 2 * h);
     const auto p = load<T, W>(row.previous + j), grad = load<T, W>(row.grad + j) + load<T, W>(row.arriving + j);
@@ -70,35 +59,48 @@ void gru_row(const GruRow<T>& row, int64_t h) {
   });
 }
 
-template <class T, int L>
-void tanh_row(const T* states, const T* grad, const T* arriving, T* out, int64_t h) {
-  each_lane<L>(h, [&](int64_t j, auto width) __attribute__((always_inline)) {
-    constexpr int W = decltype(width)::value;
-    const auto s = load<T, W>(states + j);
-    store<T, W>(out + j, (load<T, W>(grad + j) + load<T, W>(arriving + j)) * (1 - s * s));
+template <class T, int L, bool kRelu>
+void plain_row(const T* states, const T* grad, const T* arriving, T* out, int64_t h) {
+  each_lane<L>(h, [&]<int W>(int64_t j) __attribute__((always_inline)) {
+    const auto s = load<T, W>(states + j), whole = load<T, W>(grad + j) + load<T, W>(arriving + j);
+    store<T, W>(out + j, kRelu ? where<T, W>(s <= T(0), Vector<T, W>{}, whole) : whole * (1 - s * s));
   });
 }
 
-template <class T, int L>
-void relu_row(const T* states, const T* grad, const T* arriving, T* out, int64_t h) {
-  each_lane<L>(h, [&](int64_t j, auto width) __attribute__((always_inline)) {
-    constexpr int W = decltype(width)::value;
-    const auto s = load<T, W>(states + j);
-    const auto whole = load<T, W>(grad + j) + load<T, W>(arriving + j);
-    store<T, W>(out + j, where<T, W>(s <= T(0), Vector<T, W>{}, whole));
-  });
+// ---- the table ----
+
+template <class T, int L, class S>
+constexpr RowKernels<T> row_kernels() {
+  return {pack<T, L, S>, add_rows<T, L, S>, sq_sum<T, L, S>, line_kernels<T, L, S>()};
 }
 
-template <class T, int L>
-GateKernels<T> make_gate_kernels() {
-  return {add<T, L>, lstm_cells<T, L>, lstm_row<T, L>, gru_row<T, L>, tanh_row<T, L>, relu_row<T, L>};
-}
-
-// All that is compiled for vectors of so many bytes, with tiles of R rows.
+// For vectors of so many bytes, with tiles of up to R rows.
 template <class T, int bytes, int R>
-Isa<T> make_isa() {
+Kernels<T> make_kernels() {
+  static_assert(R <= kMaxRows, "the table has no room for this many rows");
   constexpr int L = bytes / sizeof(T);
-  return {make_kernels<T, L, R>(), make_affine_kernels<T, L>(), make_gate_kernels<T, L>()};
+  Kernels<T> table{};
+  table.lanes = L, table.max_rows = R;
+  [&]<int... K>(Indices<K...>) {
+    ((table.tile[0][K + 1] = tile<T, L, K + 1, 1>, table.tile[1][K + 1] = tile<T, L, K + 1, 2>), ...);
+  }(IndicesTo<R>());
+  if constexpr (R > kMaxSeriesRows) {
+    table.series_rows = kMaxSeriesRows;
+    [&]<int... K>(Indices<K...>) {
+      ((table.series[0][K + 1] = series<T, L, K + 1, 1>, table.series[1][K + 1] = series<T, L, K + 1, 2>), ...);
+    }(IndicesTo<kMaxSeriesRows>());
+  }
+  [&]<int... K>(Indices<K...>) { ((table.correlate[K + 1] = correlate<T, L, K + 1>), ...); }(IndicesTo<kMaxTaps>());
+  table.native = row_kernels<T, L, T>();
+  if constexpr (sizeof(T) == sizeof(float)) {
+    table.bfloat16 = row_kernels<T, L, bfloat16_bits>();
+    table.float16 = row_kernels<T, L, float16_bits>();
+  }
+  table.products = products<T, L>;
+  table.row_gram = row_gram<T, L, (R > 6 ? 4 : 2)>;
+  table.settle = settle<T, L>;
+  table.gates = {lstm_cells<T, L>, lstm_row<T, L>, gru_row<T, L>, plain_row<T, L, false>, plain_row<T, L, true>};
+  return table;
 }
 
 }  // namespace

@@ -115,19 +115,22 @@ struct GramSum {
   }
 };
 
-// One sample, square by square. source.activations and source.grads compute a square, or know it.
+// One sample, square by square. source.activations computes one, source.pack_grads packs as GramSquare::compute has it.
 template <class acc_t, class Source>
 GramSum gram_sum(const Source& source, int64_t n, int64_t T, int64_t I, int64_t O) {
   const Kernels<acc_t>& k = kernels<acc_t>();
   const GramSquare<acc_t> square(T, k);
   Workspace<acc_t>& workspace = Workspace<acc_t>::mine();
   acc_t* const packed = workspace.panels.get(2 * kSpan * kChannels);  // for squares of any number of positions
-  acc_t* const of_a = workspace.columns.get(square.size());
+  acc_t *const of_a = workspace.columns.get(square.size()), *const of_b = workspace.carry.get(square.size());
+  const auto pack_grads = [&](acc_t* to, int64_t c, int64_t depth, int64_t t, int64_t count) {
+    source.pack_grads(to, n, c, depth, t, count);
+  };
   GramSum result;
   for (int64_t t0 = 0; t0 < T; t0 += square.span())
     for (int64_t s0 = 0; s0 <= t0; s0 += square.span()) {
       source.activations(square, n, T, I, s0, t0, packed, of_a);
-      const acc_t* const of_b = source.grads(square, n, T, O, s0, t0, packed, workspace.carry.get(square.size()));
+      square.compute(O, T, s0, t0, packed, of_b, pack_grads);
       double twice = 0, twice_magnitude = 0;
       square.each_row(T, s0, t0, [&](int64_t offset, int64_t s, int64_t t, int64_t columns) {
         const bool on_diagonal = s >= t && s < t + columns;

@@ -23,7 +23,7 @@ class Moments {
         over_positions_(over_positions),
         rows_(lines_are_rows(input, !over_positions)),
         source_(input, rows_),
-        kernels_(source_.packs ? affine_kernels<acc_t>().native : affine_kernels<acc_t>().of(input.scalar_type())),
+        kernels_((source_.packs ? kernels<acc_t>().native : kernels<acc_t>().of(input.scalar_type())).lines),
         mean_(centred ? mean.mutable_data_ptr<acc_t>() : nullptr),
         rstd_(rstd.mutable_data_ptr<acc_t>()) {}
 
@@ -109,27 +109,23 @@ class Moments {
   const LineSource<acc_t> source_;
   const LineKernels<acc_t>& kernels_;
   acc_t *const mean_, *const rstd_;
-  AffineScratch<acc_t>& scratch_ = AffineScratch<acc_t>::mine();
+  Workspace<acc_t>& scratch_ = Workspace<acc_t>::mine();
 };
 
 std::tuple<Tensor, Tensor> moments(const Tensor& input, double eps, bool centred, bool over_positions) {
   check_operand(input, "input", 4, "[N, T, G, K]");
   const int64_t N = input.size(0), T = input.size(1), G = input.size(2), K = input.size(3);
-  const auto dtype = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto dtype = accumulator_of(input);
   constexpr int64_t kNone[] = {0};
   const Tensor rstd = results({N, over_positions ? 1 : T, G}, dtype, false);
   const Tensor mean = results(centred ? rstd.sizes() : IntArrayRef(kNone), dtype, false);
-  const auto work = [&](auto zero) {
+  as_accumulator(dtype, [&](auto zero) {
     using acc_t = decltype(zero);
     const auto parts = parts_of(N, T, G, G * K, !over_positions);
     for_parts(int64_t(parts.size()), [&](int64_t p) {
       Moments<acc_t>(input, eps, centred, over_positions, mean, rstd).run(parts[p]);  // its scratch is its thread's
     });
-  };
-  if (dtype == at::kDouble)
-    work(double{});
-  else
-    work(float{});
+  });
   return {mean, rstd};
 }
 

@@ -88,46 +88,69 @@ void write_row(const Tensor& sq_norms, int64_t row, const std::vector<double>& s
   for (size_t n = 0; n < sums.size(); ++n) out[n] = acc_t(sums[n]);
 }
 
-// What the parts of a grid add up, apart until the end: squares [part][N] of the weight and, where sq_norms has a row
-// for it, of the bias, whose gradient is [sample part][O].
+// weight [size] += each of copies [count, size], in order
 template <class acc_t>
-class Partial {
+void add_copies(acc_t* weight, const acc_t* copies, int64_t size, int64_t count) {
+  for (int64_t copy = 0; copy < count; ++copy)
+    for (int64_t k = 0; k < size; ++k) weight[k] += copies[copy * size + k];
+}
+
+// What the parts of a grid add up, apart until the end; each where its tensor is defined: grad_weight [O, ...] in
+// acc_t, grad_bias [O], and sq_norms [1 or 2, N], of which row 1 is the bias's. Without sq_norms all positions are one
+// sum.
+template <class acc_t, class Layer>
+class Parts {
  public:
-  Partial(const Grid& grid, int64_t N, int64_t rows, const Tensor& sq_norms, const Tensor& grad_bias)
-      : grid_(grid),
-        N_(N),
-        rows_(rows),
-        sq_norms_(sq_norms),
+  Parts(const Layer& layer, const Grid& grid, const Tensor& grad_weight, const Tensor& grad_bias,
+        const Tensor& sq_norms)
+      : layer_(layer),
+        grid_(grid),
+        size_(layer.rows * layer.patch()),
         grad_bias_(grad_bias),
-        weight_(sq_norms.defined() ? grid.parts() * N : 0, 0.0),
-        bias_(sq_norms.defined() && sq_norms.size(0) > 1 ? grid.parts() * N : 0, 0.0),
-        totals_(grad_bias.defined() && grad_bias.numel() ? grid.sample_parts * rows : 0, 0.0) {}
+        sq_norms_(sq_norms),
+        squares_(sq_norms.defined() ? grid.parts() * layer.N : 0, 0.0),
+        bias_squares_(sq_norms.defined() && sq_norms.size(0) > 1 ? squares_.size() : 0, 0.0),
+        bias_(grad_bias.defined() && grad_bias.numel() ? grid.sample_parts * layer.rows : 0, 0.0) {
+    if (!grad_weight.defined()) return;
+    copies_ = at::empty({grid.sample_parts - 1, size_}, grad_weight.options());
+    weight_ = grad_weight.mutable_data_ptr<acc_t>(), copy_ = copies_.mutable_data_ptr<acc_t>();
+  }
 
   Sums<acc_t> of(int64_t part) {
+    const int64_t sample_part = part / grid_.row_parts;
     Sums<acc_t> sums;
-    if (!weight_.empty()) sums.sq_sums = weight_.data() + part * N_;
-    if (!bias_.empty()) sums.bias_sq_sums = bias_.data() + part * N_;
-    if (!totals_.empty()) sums.bias = totals_.data() + part / grid_.row_parts * rows_;
+    if (weight_) sums.weight = sample_part ? copy_ + (sample_part - 1) * size_ : weight_;
+    if (!squares_.empty()) sums.sq_sums = squares_.data() + part * layer_.N;
+    if (!bias_squares_.empty()) sums.bias_sq_sums = bias_squares_.data() + part * layer_.N;
+    if (!bias_.empty()) sums.bias = bias_.data() + sample_part * layer_.rows;
     return sums;
   }
 
-  std::vector<double> weight() const {
-    return sum_of_parts(weight_, grid_.parts(), N_);
+  void write(bool squares_in_double = false) const {
+    if (weight_) add_copies(weight_, copy_, size_, grid_.sample_parts - 1);
+    if (sq_norms_.defined()) {
+      auto sums = sum_of_parts(squares_, grid_.parts(), layer_.N);
+      if (!squares_in_double) redo_underflowed<acc_t>(layer_, sums);
+      write_row<acc_t>(sq_norms_, 0, sums);
+    }
+    write_bias();
   }
 
   void write_bias() const {
-    if (!bias_.empty()) write_row<acc_t>(sq_norms_, 1, sum_of_parts(bias_, grid_.parts(), N_));
-    if (totals_.empty()) return;
-    acc_t* const out = grad_bias_.mutable_data_ptr<acc_t>();
-    const auto totals = sum_of_parts(totals_, grid_.sample_parts, rows_);
-    for (int64_t row = 0; row < rows_; ++row) out[row] = acc_t(totals[row]);
+    if (!bias_squares_.empty()) write_row<acc_t>(sq_norms_, 1, sum_of_parts(bias_squares_, grid_.parts(), layer_.N));
+    if (bias_.empty()) return;
+    const auto sums = sum_of_parts(bias_, grid_.sample_parts, layer_.rows);
+    std::copy(sums.begin(), sums.end(), grad_bias_.mutable_data_ptr<acc_t>());
   }
 
  private:
+  const Layer& layer_;
   const Grid grid_;
-  const int64_t N_, rows_;
-  const Tensor sq_norms_, grad_bias_;
-  std::vector<double> weight_, bias_, totals_;
+  const int64_t size_;
+  const Tensor grad_bias_, sq_norms_;
+  Tensor copies_;
+  acc_t *weight_ = nullptr, *copy_ = nullptr;
+  std::vector<double> squares_, bias_squares_, bias_;
 };
 
 // |sum_t b_nt|^2 for the samples and rows of a share.
@@ -152,87 +175,27 @@ void bias_pass(const Layer& layer, const acc_t* scale, const Tensor& grad_bias, 
   const int64_t N = layer.N, rows = layer.rows;
   const double elements = double(N) * double(layer.height * layer.width) * double(rows);
   const Grid grid = make_grid(N, rows, kCostOfAnElement * elements, 8.0 * double(rows));
-  Partial<acc_t> partial(grid, N, rows, sq_norms, grad_bias);
+  Parts<acc_t, Layer> parts(layer, grid, {}, grad_bias, sq_norms);
   for_parts(grid.parts(), [&](int64_t part) {
-    Sums<acc_t> sums = partial.of(part);
+    Sums<acc_t> sums = parts.of(part);
     sums.scale = scale;
     bias_sweep(layer, grid.share(part, N, rows), sums);
   });
-  partial.write_bias();
+  parts.write_bias();
 }
-
-// The norms alone; of the bias too where sq_norms has a row for them.
-template <class acc_t, class Layer>
-void direct_pass(const Layer& layer, const Tensor& sq_norms) {
-  const int64_t N = layer.N, rows = layer.rows;
-  const Grid grid = make_grid(N, rows, flop_of(layer), 0);
-  Partial<acc_t> partial(grid, N, rows, sq_norms, {});
-  for_parts(grid.parts(),
-            [&](int64_t part) { Sweep<acc_t, Layer>(layer, grid.share(part, N, rows), partial.of(part)).run(); });
-  auto sums = partial.weight();
-  redo_underflowed<acc_t>(layer, sums);
-  write_row<acc_t>(sq_norms, 0, sums);
-  partial.write_bias();
-}
-
-// weight [size] += each of copies [count, size], in order
-template <class acc_t>
-void add_copies(acc_t* weight, const acc_t* copies, int64_t size, int64_t count) {
-  for (int64_t copy = 0; copy < count; ++copy)
-    for (int64_t k = 0; k < size; ++k) weight[k] += copies[copy * size + k];
-}
-
-// A weight's gradient [O, ...] in acc_t, sq_norms, and grad_bias [O] where sq_norms has a row for it; without sq_norms,
-// the plain weight gradient, all positions as one sum. As the parts of a grid add them up.
-template <class acc_t, class Layer>
-class FusedParts {
- public:
-  FusedParts(const Layer& layer, const Grid& grid, const Tensor& grad_weight, const Tensor& grad_bias,
-             const Tensor& sq_norms)
-      : layer_(layer),
-        grid_(grid),
-        size_(layer.rows * layer.patch()),
-        sq_norms_(sq_norms),
-        copies_(at::empty({grid.sample_parts - 1, size_}, grad_weight.options())),
-        weight_(grad_weight.mutable_data_ptr<acc_t>()),
-        copy_(copies_.mutable_data_ptr<acc_t>()),
-        partial_(grid, layer.N, layer.rows, sq_norms, grad_bias) {}
-
-  Sums<acc_t> of(int64_t part) {
-    Sums<acc_t> sums = partial_.of(part);
-    const int64_t sample_part = part / grid_.row_parts;
-    sums.weight = sample_part ? copy_ + (sample_part - 1) * size_ : weight_;
-    return sums;
-  }
-
-  void write() const {
-    add_copies(weight_, copy_, size_, grid_.sample_parts - 1);
-    if (!sq_norms_.defined()) return;
-    auto sums = partial_.weight();
-    redo_underflowed<acc_t>(layer_, sums);
-    write_row<acc_t>(sq_norms_, 0, sums);
-    partial_.write_bias();
-  }
-
- private:
-  const Layer& layer_;
-  const Grid grid_;
-  const int64_t size_;
-  const Tensor sq_norms_, copies_;
-  acc_t *const weight_, *const copy_;
-  Partial<acc_t> partial_;
-};
 
 template <class acc_t, class Layer>
-Grid fused_grid(const Layer& layer) {
-  return make_grid(layer.N, layer.rows, flop_of(layer), double(layer.rows * layer.patch()) * sizeof(acc_t));
+Grid grid_of(const Layer& layer, bool weight) {
+  const double bytes = weight ? double(layer.rows * layer.patch()) * sizeof(acc_t) : 0;
+  return make_grid(layer.N, layer.rows, flop_of(layer), bytes);
 }
 
+// Results as of Parts: with sq_norms alone, direct.
 template <class acc_t, class Layer>
 void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, const Tensor& grad_weight,
                 const Tensor& grad_bias, const Tensor& sq_norms) {
-  const Grid grid = fused_grid<acc_t>(layer);
-  FusedParts<acc_t, Layer> parts(layer, grid, grad_weight, grad_bias, sq_norms);
+  const Grid grid = grid_of<acc_t>(layer, grad_weight.defined());
+  Parts<acc_t, Layer> parts(layer, grid, grad_weight, grad_bias, sq_norms);
   for_parts(grid.parts(), [&](int64_t part) {
     Sums<acc_t> sums = parts.of(part);
     sums.scale = scale, sums.scale_every = scale_every;
@@ -240,37 +203,45 @@ void fused_pass(const Layer& layer, const acc_t* scale, int64_t scale_every, con
   });
   parts.write();
 }
-// The operands of the samples whose factor is not 0, where some are 0: in one sum over all positions, 0 times nan is
-// nan.
-struct KeptSamples {
-  Tensor activations, grad_output, scale;
-};
-template <class acc_t>
-std::optional<KeptSamples> kept_samples(const Tensor& activations, const Tensor& grad_output, const acc_t* scale) {
-  const int64_t N = activations.size(0);
-  if (!scale || std::find(scale, scale + N, acc_t(0)) == scale + N) return std::nullopt;
-  const Tensor kept = at::detail::empty_cpu({N - std::count(scale, scale + N, acc_t(0))}, at::kLong);
-  const Tensor factors = at::detail::empty_cpu(kept.sizes(), c10::CppTypeToScalarType<acc_t>::value);
-  int64_t* index = kept.mutable_data_ptr<int64_t>();
-  acc_t* factor = factors.mutable_data_ptr<acc_t>();
+
+// pass(activations, grad_output, scale) of the samples whose factor is not 0, to write `weight`: in one sum over all
+// positions, 0 times nan is nan.
+template <class acc_t, class Pass>
+void over_kept(const Tensor& activations, const Tensor& grad_output, const acc_t* scale, const Tensor& weight,
+               const Pass& pass) {
+  const int64_t N = activations.size(0), kept = scale ? N - std::count(scale, scale + N, acc_t(0)) : N;
+  if (kept == N) return pass(activations, grad_output, scale);
+  if (kept == 0) return void(weight.zero_());
+  const Tensor index = at::detail::empty_cpu({kept}, at::kLong);
+  int64_t* to = index.mutable_data_ptr<int64_t>();
+  std::vector<acc_t> factors;
   for (int64_t n = 0; n < N; ++n)
-    if (scale[n] != 0) *index++ = n, *factor++ = scale[n];
-  return KeptSamples{at::index_select(activations, 0, kept), at::index_select(grad_output, 0, kept), factors};
+    if (scale[n] != 0) *to++ = n, factors.push_back(scale[n]);
+  pass(at::index_select(activations, 0, index), at::index_select(grad_output, 0, index), factors.data());
 }
 
 // Of two weights with the same grads: `first` has the bias, if any. See Sweep for where both may go together.
 template <class acc_t, class Layer>
 void fused_pair(const Layer& first, const Layer& second, const Tensor& grad_bias, const std::array<Tensor, 2>& weights,
                 const std::array<Tensor, 2>& sq_norms) {
-  const Grid grid = fused_grid<acc_t>(second);
-  FusedParts<acc_t, Layer> of_first(first, grid, weights[0], grad_bias, sq_norms[0]);
-  FusedParts<acc_t, Layer> of_second(second, grid, weights[1], {}, sq_norms[1]);
+  const Grid grid = grid_of<acc_t>(second, true);
+  Parts<acc_t, Layer> of_first(first, grid, weights[0], grad_bias, sq_norms[0]);
+  Parts<acc_t, Layer> of_second(second, grid, weights[1], {}, sq_norms[1]);
   for_parts(grid.parts(), [&](int64_t part) {
     const Share share = grid.share(part, first.N, first.rows);
     Sweep<acc_t, Layer> beside(second, share, of_second.of(part));
     Sweep<acc_t, Layer>(first, share, of_first.of(part), &beside).run();
   });
   of_first.write(), of_second.write();
+}
+
+// f(acc_t{}), for dtypes as of accumulator_of.
+template <class F>
+void as_accumulator(at::ScalarType dtype, const F& f) {
+  if (dtype == at::kDouble)
+    f(double{});
+  else
+    f(float{});
 }
 
 // Not through the dispatcher, which takes longer than a small layer's arithmetic.
@@ -284,17 +255,16 @@ inline Tensor results(at::IntArrayRef sizes, at::ScalarType dtype, bool zero) {
 template <class Pass>
 Fused fused_results(const Tensor& like, at::IntArrayRef weight_sizes, int64_t N, const std::optional<Tensor>& scale,
                     bool bias, bool empty, const Pass& pass) {
-  const auto acc_dtype = like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto acc_dtype = accumulator_of(like);
   const auto make = [&](at::IntArrayRef sizes) { return results(sizes, acc_dtype, empty); };
   Tensor weight = make(weight_sizes), grad_bias = make({bias ? weight_sizes[0] : 0}),
          sq_norms = make({1 + int64_t(bias), N});
   if (!empty) {
     Tensor factors;
     if (scale) factors = scale->to(acc_dtype).contiguous();
-    if (acc_dtype == at::kDouble)
-      pass(double{}, scale ? factors.const_data_ptr<double>() : nullptr, weight, grad_bias, sq_norms);
-    else
-      pass(float{}, scale ? factors.const_data_ptr<float>() : nullptr, weight, grad_bias, sq_norms);
+    as_accumulator(acc_dtype, [&](auto zero) {
+      pass(zero, scale ? factors.const_data_ptr<decltype(zero)>() : nullptr, weight, grad_bias, sq_norms);
+    });
   }
   if (like.scalar_type() != acc_dtype)
     weight = weight.to(like.scalar_type()), grad_bias = grad_bias.to(like.scalar_type());
@@ -303,13 +273,9 @@ Fused fused_results(const Tensor& like, at::IntArrayRef weight_sizes, int64_t N,
 
 template <class Pass>
 Tensor norm_results(const Tensor& like, int64_t N, bool bias, bool empty, const Pass& pass) {
-  const auto acc_dtype = like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto acc_dtype = accumulator_of(like);
   const Tensor sq_norms = results({1 + int64_t(bias), N}, acc_dtype, empty);
-  if (empty) return sq_norms;
-  if (acc_dtype == at::kDouble)
-    pass(double{}, sq_norms);
-  else
-    pass(float{}, sq_norms);
+  if (!empty) as_accumulator(acc_dtype, [&](auto zero) { pass(zero, sq_norms); });
   return sq_norms;
 }
 

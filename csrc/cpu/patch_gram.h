@@ -30,12 +30,8 @@ struct PatchSource {
                    });
   }
 
-  const acc_t* grads(const GramSquare<acc_t>& square, int64_t n, int64_t T, int64_t O, int64_t s0, int64_t t0,
-                     acc_t* packed, acc_t* out) const {
-    square.compute(O, T, s0, t0, packed, out, [&](acc_t* to, int64_t c, int64_t depth, int64_t t, int64_t count) {
-      pack_pixels(layer.grads, *layer.grad_kernels, layer.width, to, n, c, depth, t, count);
-    });
-    return out;
+  void pack_grads(acc_t* to, int64_t n, int64_t c, int64_t depth, int64_t t, int64_t count) const {
+    pack_pixels(layer.grads, *layer.grad_kernels, layer.width, to, n, c, depth, t, count);
   }
 
  private:
@@ -68,23 +64,17 @@ struct PatchSource {
     }
   }
 
-  // [begin, end) of the positions x ... x + length whose pixel under a tap lies in the image
-  std::pair<int64_t, int64_t> inside(const Axis& axis, int64_t x, int64_t offset, int64_t length) const {
-    const int64_t first = axis.pixel(x, offset), step = axis.stride * axis.step;
-    const int64_t begin = std::min(length, first < 0 ? ceil_div(-first, step) : 0);
-    return {begin, std::max(begin, first < axis.size ? std::min(length, ceil_div(axis.size - first, step)) : 0)};
-  }
-
   // out[0 .. length): the pixels one tap sees along an output row
   void line(acc_t* out, int64_t n, int64_t channel, int64_t pixel_y, int64_t x, int64_t offset_x,
             int64_t length) const {
     const Axis& along = layer.along;
-    auto [begin, end] = inside(along, x, offset_x, length);
+    const int64_t step = along.stride * along.step;
+    auto [begin, end] = along.inside(along.pixel(x, offset_x), step, length);
     if (pixel_y < 0 || pixel_y >= layer.down.size) begin = end = length;
     std::fill(out, out + begin, acc_t(0));
     if (begin < end)
       layer.source_kernels->pack(out + begin, 0, layer.source.at(n, pixel_y, along.pixel(x + begin, offset_x), channel),
-                                 1, end - begin, 0, layer.source.x * along.stride * along.step);
+                                 1, end - begin, 0, layer.source.x * step);
     std::fill(out + end, out + length, acc_t(0));
   }
 
@@ -114,9 +104,9 @@ struct PatchSource {
 
   void add_tap(int64_t offset_y, int64_t offset_x, const acc_t* gram, acc_t* summed) const {
     const Axis &down = layer.down, &along = layer.along;
-    const auto [top, bottom] = inside(down, 0, offset_y, layer.height);
-    const auto [left, right] = inside(along, 0, offset_x, layer.width);
     const int64_t step = along.stride * along.step;
+    const auto [top, bottom] = down.inside(down.pixel(0, offset_y), down.stride * down.step, layer.height);
+    const auto [left, right] = along.inside(along.pixel(0, offset_x), step, layer.width);
     for (int64_t sy = top; sy < bottom; ++sy)
       for (int64_t sx = left; sx < right; ++sx) {
         const acc_t* const row = gram + (down.pixel(sy, offset_y) * along.size + along.pixel(sx, offset_x)) * kSpan;

@@ -8,21 +8,19 @@
 #include "../operators/checks.h"
 #include "sweep.h"
 
+#include <numeric>
+
 namespace torchgradx::cpu {
 
 constexpr int64_t kImage = 3 << 15;  // elements of a chunk's image
 constexpr int64_t kLongest = 1024;   // positions in a chunk that is read in place
-
-inline int64_t gcd(int64_t a, int64_t b) {
-  return b ? gcd(b, a % b) : a;
-}
 
 struct Axis {  // one direction of a convolution, in units of the coarsest grid that holds every pixel used
   int64_t size, taps, step, stride, dilation, padding;
   Axis(int64_t size, int64_t taps, int64_t stride, int64_t dilation, int64_t padding)
       : size(size),
         taps(taps),
-        step(gcd(stride, taps > 1 ? dilation : 0)),
+        step(std::gcd(stride, taps > 1 ? dilation : 0)),
         stride(stride / step),
         dilation(taps > 1 ? dilation / step : 1),
         padding(padding) {}
@@ -31,6 +29,11 @@ struct Axis {  // one direction of a convolution, in units of the coarsest grid 
   }
   int64_t pixel(int64_t position, int64_t offset) const {
     return (position * stride + offset) * step - padding;
+  }
+  // [begin, end): which of so many pixels, `first` and on by `by`, lie in the image
+  std::pair<int64_t, int64_t> inside(int64_t first, int64_t by, int64_t count) const {
+    const int64_t begin = std::min(count, first < 0 ? ceil_div(-first, by) : 0);
+    return {begin, std::max(begin, first < size ? std::min(count, ceil_div(size - first, by)) : 0)};
   }
 };
 
@@ -100,11 +103,8 @@ struct Patches {
     const int64_t C = block.columns, wide = along.extent(chunk.width), high = down.extent(chunk.height);
     line = wide * C, image_size = high * line;
     image = workspace.image.get(chunk.samples * image_size + 4 * lanes);
-    const int64_t first = along.pixel(chunk.x * 1, 0);
-    // pixels first + k * step that lie in the image: k in [begin, end)
-    const int64_t begin = std::min(wide, first < 0 ? ceil_div(-first, along.step) : 0);
-    const int64_t end =
-        std::max(begin, std::min(wide, first < along.size ? ceil_div(along.size - first, along.step) : 0));
+    const int64_t first = along.pixel(chunk.x, 0);
+    const auto [begin, end] = along.inside(first, along.step, wide);
     for (int64_t n = 0; n < chunk.samples; ++n)
       for (int64_t y = 0; y < high; ++y) {
         acc_t* const out = image + n * image_size + y * line;
@@ -197,25 +197,21 @@ struct Patches {
       return pixels(high, wide) * double(per_block) <= double(kImage) &&
              double(high) * double(wide) * double(block_rows) <= double(kDepth * kRowBlock) && high * wide <= kLongest;
     };
-    const auto narrow = [&] { per_block = round_up(ceil_div(per_block, 2), 2 * lanes); };
+    const auto narrow = [&] {  // true if that leaves fewer
+      const int64_t before = std::exchange(per_block, round_up(ceil_div(per_block, 2), 2 * lanes));
+      return per_block < before;
+    };
     const auto shrink = [&] {
       size = {1, std::max<int64_t>(height, 1), std::max<int64_t>(width, 1)};
       while (!fits(size.height, size.width) && size.height > 1) size.height = ceil_div(size.height, 2);
       while (!fits(size.height, size.width) && size.width > 1) size.width = ceil_div(size.width, 2);
       return fits(size.height, size.width) && size.height * size.width >= std::min<int64_t>(all, 64);
     };
-    while (!shrink() && per_block > lanes && per_block < 2 * per_block) {
-      const int64_t before = per_block;
-      narrow();
-      if (per_block >= before) break;
-    }
+    while (!shrink() && per_block > lanes && narrow()) continue;
     const bool split = size.height < height || size.width < width;
     while ((total || split) && per_block > lanes &&
-           double(block_rows) * double(per_block) * double(taps()) * sizeof(acc_t) > kBlockBytes) {
-      const int64_t before = per_block;
-      narrow();
-      if (per_block >= before) break;
-    }
+           double(block_rows) * double(per_block) * double(taps()) * sizeof(acc_t) > kBlockBytes && narrow())
+      continue;
     channel_blocks = std::max<int64_t>(1, ceil_div(channels, per_block));
     gathered = pixels(size.height, size.width) * double(per_block) > 8.0 * kImage;
     const Block first{0, group_rows, 0, per_block, true};

@@ -34,20 +34,21 @@ class PlaneCorrelation {
       }
   }
 
-  // Groups [first, last) of samples [begin, end); total [O, channels, taps] is added to if it is not null.
-  void run(int64_t begin, int64_t end, int64_t first, int64_t last, const acc_t* scale, acc_t* total, double* sq_sums) {
-    const int64_t pairs = layer_.group_rows * layer_.channels, taps = layer_.taps();
+  // A share of the samples and groups.
+  void run(const Share& share, const Sums<acc_t>& to) {
+    const int64_t taps = layer_.taps(), size = layer_.group_rows * layer_.channels * taps;  // of a group's gradient
     Workspace<acc_t>& workspace = Workspace<acc_t>::mine();
-    std::vector<acc_t> sums(pairs * taps);
-    for (int64_t n = begin; n < end; ++n)
-      for (int64_t group = first; group < last; ++group) {
+    std::vector<acc_t> sums(size);
+    if (to.weight) std::fill(to.weight + share.row_begin * size, to.weight + share.row_end * size, acc_t(0));
+    for (int64_t n = share.sample_begin; n < share.sample_end; ++n)
+      for (int64_t group = share.row_begin; group < share.row_end; ++group) {
         std::fill(sums.begin(), sums.end(), acc_t(0));
         for (int64_t y = 0; y < layer_.height; y += high_)
           for (int64_t x = 0; x < layer_.width; x += wide_) band(n, group, y, x, workspace, sums.data());
-        const acc_t factor = scale ? scale[n] : acc_t(1);
-        acc_t* const out = total && factor != 0 ? total + group * pairs * taps : nullptr;
-        for (int64_t k = 0; k < pairs * taps; ++k) {
-          sq_sums[n] += double(sums[k]) * sums[k];
+        const acc_t factor = to.scale ? to.scale[n] : acc_t(1);
+        acc_t* const out = to.weight && factor != 0 ? to.weight + group * size : nullptr;
+        for (int64_t k = 0; k < size; ++k) {
+          to.sq_sums[n] += double(sums[k]) * sums[k];
           if (out) out[k] += factor * sums[k];
         }
       }
@@ -56,9 +57,7 @@ class PlaneCorrelation {
  private:
   struct Phase {
     int64_t y, x;
-    bool operator==(const Phase& other) const {
-      return y == other.y && x == other.x;
-    }
+    bool operator==(const Phase&) const = default;
   };
 
   void band(int64_t n, int64_t group, int64_t y, int64_t x, Workspace<acc_t>& workspace, acc_t* sums) {
@@ -84,21 +83,15 @@ class PlaneCorrelation {
   // out[line, pixel] = the padded image's pixel ((y + line) stride + phase.y, (x + pixel) stride + phase.x)
   void pack_image(acc_t* out, int64_t n, int64_t channel, int64_t y, int64_t x, const Phase& phase) const {
     std::fill(out, out + plane_, acc_t(0));
-    const Span down = inside(layer_.down, layer_.down.pixel(y, phase.y), lines_);
-    const Span along = inside(layer_.along, layer_.along.pixel(x, phase.x), line_);
-    if (down.begin >= down.end || along.begin >= along.end) return;
-    layer_.source_kernels->pack(out + down.begin * line_ + along.begin, line_,
-                                layer_.source.at(n, down.first, along.first, channel), down.end - down.begin,
-                                along.end - along.begin, layer_.source.y * down.step, layer_.source.x * along.step);
-  }
-
-  struct Span {  // places of a line whose pixels lie in the image, from pixel `first` by `step`
-    int64_t begin, end, first, step;
-  };
-  static Span inside(const Axis& axis, int64_t pixel, int64_t places) {
-    const int64_t step = axis.stride * axis.step, begin = std::min(places, pixel < 0 ? ceil_div(-pixel, step) : 0);
-    const int64_t end = pixel < axis.size ? std::min(places, ceil_div(axis.size - pixel, step)) : 0;
-    return {begin, end, pixel + begin * step, step};
+    const Axis &down = layer_.down, &along = layer_.along;
+    const int64_t first_y = down.pixel(y, phase.y), step_y = down.stride * down.step;
+    const int64_t first_x = along.pixel(x, phase.x), step_x = along.stride * along.step;
+    const auto [top, bottom] = down.inside(first_y, step_y, lines_);
+    const auto [left, right] = along.inside(first_x, step_x, line_);
+    if (top == bottom || left == right) return;
+    layer_.source_kernels->pack(out + top * line_ + left, line_,
+                                layer_.source.at(n, first_y + top * step_y, first_x + left * step_x, channel),
+                                bottom - top, right - left, layer_.source.y * step_y, layer_.source.x * step_x);
   }
 
   const Patches<acc_t> layer_;
@@ -117,25 +110,18 @@ inline bool suits_planes(const ConvShape& s) {
          high * wide * std::min(taps, double(s.strideH) * double(s.strideW)) <= kMostPixels;
 }
 
-// Row 0 of sq_norms, and grad_weight [O, C / groups, kH, kW] if it is defined.
+// Row 0 of sq_norms, and grad_weight [O, C / groups, kH, kW] if it is defined. Row 1, if any, is bias_pass's.
 template <class acc_t>
 void planes_pass(const Patches<acc_t>& layer, const acc_t* scale, const Tensor& grad_weight, const Tensor& sq_norms) {
-  const int64_t N = layer.N, size = layer.rows * layer.patch();
-  const Grid grid = make_grid(N, layer.groups, flop_of(layer), double(size) * sizeof(acc_t));
-  const bool total = grad_weight.defined();
-  const Tensor copies = total ? at::zeros({grid.sample_parts - 1, size}, grad_weight.options()) : Tensor();
-  acc_t* const weight = total ? grad_weight.zero_().template mutable_data_ptr<acc_t>() : nullptr;
-  acc_t* const copy = total ? copies.mutable_data_ptr<acc_t>() : nullptr;
-  std::vector<double> partial(grid.parts() * N, 0.0);
+  const double bytes = double(layer.rows * layer.patch()) * sizeof(acc_t);
+  const Grid grid = make_grid(layer.N, layer.groups, flop_of(layer), bytes);
+  Parts<acc_t, Patches<acc_t>> parts(layer, grid, grad_weight, {}, sq_norms);
   for_parts(grid.parts(), [&](int64_t part) {
-    const Share share = grid.share(part, N, layer.groups);
-    const int64_t sample_part = part / grid.row_parts;
-    PlaneCorrelation<acc_t>(layer).run(share.sample_begin, share.sample_end, share.row_begin, share.row_end, scale,
-                                       total && sample_part ? copy + (sample_part - 1) * size : weight,
-                                       partial.data() + part * N);
+    Sums<acc_t> sums = parts.of(part);
+    sums.scale = scale;
+    PlaneCorrelation<acc_t>(layer).run(grid.share(part, layer.N, layer.groups), sums);
   });
-  write_row<acc_t>(sq_norms, 0, sum_of_parts(partial, grid.parts(), N));
-  if (total) add_copies(weight, copy, size, grid.sample_parts - 1);
+  parts.write(/*squares_in_double=*/true);
 }
 
 }  // namespace torchgradx::cpu

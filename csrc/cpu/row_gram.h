@@ -101,12 +101,8 @@ struct RowSource {
       transposed(a, to, n, c, depth, t, count);
     });
   }
-  const acc_t* grads(const GramSquare<acc_t>& square, int64_t n, int64_t T, int64_t O, int64_t s0, int64_t t0,
-                     acc_t* packed, acc_t* out) const {
-    square.compute(O, T, s0, t0, packed, out, [&](acc_t* to, int64_t c, int64_t depth, int64_t t, int64_t count) {
-      transposed(b, to, n, c, depth, t, count);
-    });
-    return out;
+  void pack_grads(acc_t* to, int64_t n, int64_t c, int64_t depth, int64_t t, int64_t count) const {
+    transposed(b, to, n, c, depth, t, count);
   }
 };
 

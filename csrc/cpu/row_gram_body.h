@@ -1,16 +1,12 @@
-// The Gram matrix of a few rows as they lie. Included by tile_body.h, under the same rules.
+// The Gram matrix of a few rows as they lie. Included by tile_body.h, under the rules of gates_body.h.
 
 namespace torchgradx::cpu {
 namespace {
 
 template <int... I>
-struct Indices {};
-template <int N, int... I>
-struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
-template <int... I>
-struct IndicesTo<0, I...> {
-  typedef Indices<I...> type;
-};
+using Indices = std::integer_sequence<int, I...>;
+template <int N>
+using IndicesTo = std::make_integer_sequence<int, N>;
 
 // In each run of 2 H lanes the sums of a's halves, then of b's.
 template <int H, class Vec, int... I>
@@ -30,7 +26,7 @@ INLINE Vec add_halves(Vec a, Vec b, Indices<I...>) {
 template <class T, int L, int H = L / 2>
 INLINE void transpose_add(Vector<T, L>* v) {
 #pragma GCC unroll 8
-  for (int k = 0; k < H; ++k) v[k] = add_halves<H>(v[k], v[k + H], typename IndicesTo<L>::type());
+  for (int k = 0; k < H; ++k) v[k] = add_halves<H>(v[k], v[k + H], IndicesTo<L>());
   if constexpr (H > 1) transpose_add<T, L, H / 2>(v);
 }
 

@@ -46,21 +46,14 @@ struct Operand {
   }
 };
 
+inline Operand operand_of(const Tensor& t, int64_t y, int64_t x, int64_t c) {  // by its strides
+  return {static_cast<const char*>(t.const_data_ptr()), int64_t(t.element_size()), t.stride(0), y, x, c};
+}
 inline Operand rows_of(const Tensor& t) {  // [N, T, D]
-  return {static_cast<const char*>(t.const_data_ptr()),
-          int64_t(t.element_size()),
-          t.stride(0),
-          0,
-          t.stride(1),
-          t.stride(2)};
+  return operand_of(t, 0, t.stride(1), t.stride(2));
 }
 inline Operand pixels_of(const Tensor& t) {  // [N, C, H, W]
-  return {static_cast<const char*>(t.const_data_ptr()),
-          int64_t(t.element_size()),
-          t.stride(0),
-          t.stride(2),
-          t.stride(3),
-          t.stride(1)};
+  return operand_of(t, t.stride(2), t.stride(3), t.stride(1));
 }
 
 // Cache-sized memory of one thread; grows, is not cleared between uses, and is kept: fresh pages cost more than small
@@ -86,6 +79,7 @@ class Scratch {
 template <class acc_t>
 struct Workspace {
   Scratch<acc_t> panels, columns, carry, total, image, bias;
+  Scratch<acc_t> x, g, out, rows;  // of affine layers, with columns
   static Workspace& mine() {
     static thread_local Workspace workspace;
     return workspace;
@@ -136,7 +130,7 @@ struct Sums {                 // where a share's results go
   double* sq_sums = nullptr;  // [N], or null: only the weight, all positions of a chunk as one sum
   acc_t* weight = nullptr;    // [O, patch], or null: only the norms
   // One for every `scale_every` positions, or null. A sample of factor 0 is left out, except where all positions are
-  // one sum: of those, see kept_samples.
+  // one sum: of those, see over_kept.
   const acc_t* scale = nullptr;
   int64_t scale_every = 1;
   bool wide = false;

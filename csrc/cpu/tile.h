@@ -3,9 +3,13 @@
 // time. acc_t is float for float32, bfloat16 and float16 operands, double for float64.
 #pragma once
 
+#include "affine.h"
+#include "gates.h"
+
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace torchgradx::cpu {
 
@@ -52,6 +56,7 @@ struct RowKernels {
   void (*add_rows)(acc_t* sum, const void* source, int64_t rows, int64_t columns, int64_t row_stride,
                    int64_t column_stride);
   double (*sq_sum)(const void* source, int64_t count, int64_t stride);
+  LineKernels<acc_t> lines;
 };
 
 template <class acc_t>
@@ -70,12 +75,21 @@ struct Kernels {
   // out[k] += sum of g[i] x[offsets[k] + i] over i below count, a multiple of lanes; [taps]
   void (*correlate[kMaxTaps + 1])(const acc_t* g, const acc_t* x, const int64_t* offsets, int64_t count, acc_t* out);
 
+  // returns |values|^2, and total += scale values if there is a total
+  acc_t (*settle)(const acc_t* values, int64_t count, acc_t scale, acc_t* total);
+
+  GateKernels<acc_t> gates;
+
   const RowKernels<acc_t>& of(at::ScalarType dtype) const {
     return dtype == at::kBFloat16 ? bfloat16 : dtype == at::kHalf ? float16 : native;
   }
 };
 
 template <class acc_t>
-const Kernels<acc_t>& kernels();  // for this processor
+const Kernels<acc_t>& kernels();  // for this processor, one of:
+template <class acc_t>
+Kernels<acc_t> avx2_kernels();
+template <class acc_t>
+Kernels<acc_t> avx512_kernels();
 
 }  // namespace torchgradx::cpu

@@ -1,5 +1,5 @@
 // Tiles for processors with AVX2 and FMA: 6 rows by two vectors, 12 of 16 registers.
-#include "tile_isa.h"
+#include "tile.h"
 
 #if defined(__x86_64__)
 
@@ -8,21 +8,17 @@
 #else
 #pragma GCC target("avx,avx2,fma,f16c,bmi,bmi2")
 #endif
-#include "tile_body.h"
-
-#include "affine_body.h"
-
 #include "gates_body.h"
 
 namespace torchgradx::cpu {
 
 template <class T>
-Isa<T> avx2_isa() {
-  return make_isa<T, 32, 6>();
+Kernels<T> avx2_kernels() {
+  return make_kernels<T, 32, 6>();
 }
 
-template Isa<float> avx2_isa();
-template Isa<double> avx2_isa();
+template Kernels<float> avx2_kernels();
+template Kernels<double> avx2_kernels();
 
 }  // namespace torchgradx::cpu
 

@@ -1,6 +1,4 @@
-// Included by tile_default.cpp, tile_avx2.cpp and tile_avx512.cpp after their target pragma; not a header of its own.
-// Everything is in an anonymous namespace and nothing of std is instantiated: a function compiled for AVX-512 that the
-// linker merged with its namesake elsewhere would fault on older processors.
+// Tiles, and loops over operands. Included by affine_body.h, under the rules of gates_body.h.
 #include "vectors_body.h"
 
 #include "row_gram_body.h"
@@ -327,51 +325,6 @@ void correlate(const T* g, const T* x, const int64_t* offsets, int64_t count, T*
   }
 #pragma GCC unroll 16
   for (int k = 0; k < K; ++k) out[k] += sum_lanes<T, L>(sums[k]);
-}
-
-// ---- the table ----
-
-template <class T, int L, class S>
-constexpr RowKernels<T> row_kernels() {
-  return {pack<T, L, S>, add_rows<T, L, S>, sq_sum<T, L, S>};
-}
-
-template <class T, int L, int R>
-void fill_tiles(Kernels<T>& table) {
-  table.tile[0][R] = tile<T, L, R, 1>;
-  table.tile[1][R] = tile<T, L, R, 2>;
-  if constexpr (R > 1) fill_tiles<T, L, R - 1>(table);
-}
-
-template <class T, int L, int R>
-void fill_series(Kernels<T>& table) {
-  table.series[0][R] = series<T, L, R, 1>;
-  table.series[1][R] = series<T, L, R, 2>;
-  if constexpr (R > 1) fill_series<T, L, R - 1>(table);
-}
-
-template <class T, int L, int K>
-void fill_correlates(Kernels<T>& table) {
-  table.correlate[K] = correlate<T, L, K>;
-  if constexpr (K > 1) fill_correlates<T, L, K - 1>(table);
-}
-
-template <class T, int L, int R>
-Kernels<T> make_kernels() {
-  static_assert(R <= kMaxRows, "the table has no room for this many rows");
-  Kernels<T> table{};
-  table.lanes = L, table.max_rows = R;
-  fill_tiles<T, L, R>(table);
-  if constexpr (R > kMaxSeriesRows) table.series_rows = kMaxSeriesRows, fill_series<T, L, kMaxSeriesRows>(table);
-  fill_correlates<T, L, kMaxTaps>(table);
-  table.native = row_kernels<T, L, T>();
-  if constexpr (sizeof(T) == sizeof(float)) {
-    table.bfloat16 = row_kernels<T, L, bfloat16_bits>();
-    table.float16 = row_kernels<T, L, float16_bits>();
-  }
-  table.products = products<T, L>;
-  table.row_gram = row_gram<T, L, (R > 6 ? 4 : 2)>;
-  return table;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Vectors, and how halves are read as float. Included by tile_body.h, under the same rules.
+// Vectors, and how halves are read as float. Included by tile_body.h, under the rules of gates_body.h.
 
 namespace torchgradx::cpu {
 namespace {

@@ -234,14 +234,10 @@ bool fused_of_images(const Run& run, const ConvShape& s, const Tensor& input, co
   return false;
 }
 
-bool is_empty(const ConvShape& s) {
-  return s.N == 0 || s.O == 0 || s.outH == 0 || s.outW == 0;
-}
-
 Tensor conv2d_gram_sq_norms(const Tensor& input, const Tensor& grad_output, IntArrayRef kernel_size, IntArrayRef stride,
                             IntArrayRef padding, IntArrayRef dilation, int64_t groups, bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
-  return norms(input, s.N, bias, is_empty(s), [&](const Run& run, const SqNorms& sq_norms) {
+  return norms(input, s.N, bias, grad_output.numel() == 0, [&](const Run& run, const SqNorms& sq_norms) {
     if (const auto rows = rows_of_images(s, input, grad_output); rows && grams_are_batched(problem_of(*rows, run)))
       return gram_of_rows(run, *rows, sq_norms);
     const Images images = in_one_order(s, input, grad_output);
@@ -253,7 +249,7 @@ Tensor conv2d_direct_sq_norms(const Tensor& input, const Tensor& grad_output, In
                               IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation, int64_t groups,
                               bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
-  return norms(input, s.N, bias, is_empty(s), [&](const Run& run, const SqNorms& sq_norms) {
+  return norms(input, s.N, bias, grad_output.numel() == 0, [&](const Run& run, const SqNorms& sq_norms) {
     if (images_by_sm90(run, s, input, grad_output, {}, sq_norms) != Served::kNot) return;
     if (const auto rows = rows_of_images(s, input, grad_output); rows && gradients_are_batched(problem_of(*rows, run)))
       return direct_of_rows(run, *rows, sq_norms);
@@ -276,7 +272,7 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef k
   check_scale(scale, s.N, input);
   bool channels_last = false;  // as it was made
   const auto [weight, grad_bias, sq_norms] =
-      gradients_and_norms(input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, is_empty(s),
+      gradients_and_norms(input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, grad_output.numel() == 0,
                           [&](const Run& run, const Gradients& gradients, const SqNorms& sq_norms) {
                             channels_last = fused_of_images(run, s, input, grad_output, gradients, sq_norms);
                           });
@@ -335,7 +331,7 @@ Scaled conv2d_scaled(const Tensor& input, const Tensor& grad_output, IntArrayRef
   check_scale(scale, s.N, input);
   bool channels_last = false;
   const auto [weight, grad_bias, none] =
-      gradients_and_norms(input, {s.O, s.C / s.groups, s.kH, s.kW}, std::nullopt, scale, bias, is_empty(s),
+      gradients_and_norms(input, {s.O, s.C / s.groups, s.kH, s.kW}, std::nullopt, scale, bias, grad_output.numel() == 0,
                           [&](const Run& run, const Gradients& gradients, const SqNorms& no_norms) {
                             channels_last = fused_of_images(run, s, input, grad_output, gradients, no_norms);
                           });

@@ -114,10 +114,6 @@ inline DType dtype_of(const Tensor& t) {
   }
 }
 
-inline at::ScalarType accumulator_of(const Tensor& t) {
-  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 // turn.cu, for [N, R, C] of which operators/formats.h says that it turns.
 Tensor turned(const Tensor& input);
 

@@ -8,10 +8,6 @@
 namespace torchgradx {
 namespace {
 
-at::ScalarType sums_of(const Tensor& t) {
-  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 class Affine : public Elementwise {
  public:
   explicit Affine(double eps) : eps_(eps) {}
@@ -122,7 +118,7 @@ class LastDimensions final : public Affine {
     return viewed(t, shape);
   }
   std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t) const override {
-    const bool kept = saved.rstd.defined() && saved.rstd.scalar_type() == sums_of(a);
+    const bool kept = saved.rstd.defined() && saved.rstd.scalar_type() == accumulator_of(a);
     const bool in_order = kept && a.is_contiguous() && saved.input.is_contiguous() && a.is_alias_of(saved.input);
     const auto by_row = [&](const Tensor& t) { return viewed(t, {a.size(0), a.size(1), 1}); };
     if (in_order) return {saved.mean.defined() ? by_row(saved.mean) : saved.mean, by_row(saved.rstd)};
@@ -177,7 +173,7 @@ class Channels : public Affine {
     return viewed(t, shape, strides);
   }
   std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t n) const override {
-    const bool kept = saved.rstd.defined() && saved.rstd.scalar_type() == sums_of(a) && a.size(0) == n;
+    const bool kept = saved.rstd.defined() && saved.rstd.scalar_type() == accumulator_of(a) && a.size(0) == n;
     const auto by_group = [&](const Tensor& t) { return viewed(t, {a.size(0), 1, a.size(2)}); };
     if (kept) return {by_group(saved.mean), by_group(saved.rstd)};
     auto [mean, rstd] = moments(a, eps_, /*centred=*/true, /*over_positions=*/true);
@@ -240,7 +236,7 @@ class BatchNorm final : public Channels {
 
  protected:
   std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t) const override {
-    const auto wide = sums_of(a);
+    const auto wide = accumulator_of(a);
     return {saved.mean.to(wide).view({1, 1, -1}), saved.rstd.to(wide).add(eps_).rsqrt().view({1, 1, -1})};
   }
   bool frozen() const override {

@@ -11,6 +11,11 @@ namespace {
 
 constexpr auto kLast = at::MemoryFormat::ChannelsLast;
 
+template <class Op, class... More>
+auto over(const Op& op, const Tensor& from, const Tensor& to, const Geometry& g, const More&... more) {
+  return op(from, to, g.kernel_size, g.stride, g.padding, g.dilation, g.groups, more...);
+}
+
 class Convolution final : public Layer {
  public:
   explicit Convolution(ConvolutionOptions options)
@@ -117,8 +122,8 @@ class Convolution final : public Layer {
     const auto [from, to] = ends(operands);
     const Geometry g = geometry(operands);
     const Tensor sq = algorithm == Algorithm::kRank1  ? of_one_pixel(from, to, g)
-                      : algorithm == Algorithm::kGram ? conv2d_gram_sq_norms(from, to, g, together)
-                                                      : conv2d_direct_sq_norms(from, to, g, together);
+                      : algorithm == Algorithm::kGram ? over(conv2d_gram_sq_norms, from, to, g, together)
+                                                      : over(conv2d_direct_sq_norms, from, to, g, together);
     if (bias && sq.size(0) == 1) return at::cat({sq, bias_sq_norms(bias_rows(operands)).unsqueeze(0)});
     return sq;
   }
@@ -126,7 +131,7 @@ class Convolution final : public Layer {
   std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor& w, const Wanted& wanted) const override {
     const bool together = wanted.bias && !o_.transposed;
     const auto [from, to] = ends(operands);
-    auto [gradient, bias, sq] = conv2d_fused(from, to, geometry(operands), std::nullopt, together);
+    auto [gradient, bias, sq] = over(conv2d_fused, from, to, geometry(operands), std::nullopt, together);
     const Tensor weight = gradient.reshape(w.sizes());
     if (!wanted.bias) return {{Tensor(), weight, Tensor()}, sq};
     if (together) return {{Tensor(), weight, bias}, sq};
@@ -138,7 +143,7 @@ class Convolution final : public Layer {
                    const Wanted& wanted) const override {
     const bool together = wanted.bias && !o_.transposed;
     const auto [from, to] = ends(operands);
-    auto [weight, bias] = conv2d_scaled(from, to, geometry(operands), scale, together);
+    auto [weight, bias] = over(conv2d_scaled, from, to, geometry(operands), scale, together);
     if (!together) bias = wanted.bias ? scaled_bias(operands, scale) : Tensor();
     return {Tensor(), weight.reshape(w.sizes()), bias};
   }

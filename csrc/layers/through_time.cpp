@@ -1,7 +1,7 @@
 // The backward through time of recurrence.h: from the gradient of the states to those at the gates, and from these to
 // the gradients of the states before and of the layer's input.
-#include "../cpu/gates.h"
 #include "../cpu/product.h"
+#include "../cpu/tile.h"
 #include "recurrence.h"
 #include "workspace.h"
 
@@ -87,7 +87,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
     return from.defined() ? widened(from).clone(at::MemoryFormat::Contiguous)
                           : at::zeros({rows, width}, states.options());
   };
-  const cpu::GateKernels<T>& kernels = cpu::gate_kernels<T>();
+  const cpu::Kernels<T>& kernels = cpu::kernels<T>();
   const bool divides = !of.projects && states.is_same(steps.states);  // halves are rounded too much for it
   GateGradients found;
   Tensor q, u, cells, squashed;  // as LstmRow and GruRow have them
@@ -113,7 +113,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
         for (int64_t b = begin; b < std::min(end, walk.size(t)); ++b) {
           const bool ends = walk.after(t, b) < 0;
           if (ends || !theirs.cells.defined())
-            kernels.cells(ran.at(t, b), before(t, b), ends && divides ? last + b * h : c.at(t, b), h);
+            kernels.gates.cells(ran.at(t, b), before(t, b), ends && divides ? last + b * h : c.at(t, b), h);
         }
       }
     });
@@ -154,11 +154,12 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
       const int64_t next = divides ? walk.after(t, b) : -1;
       const T* const state = next < 0 ? nullptr : prior.at(next - steps.late, b);
       const T* const tanh = divides ? last_tanh + b * h : tanh_of.at(t, b);
-      kernels.lstm({ran.at(t, b), before(t, b), state, tanh, grad, arriving, d.at(t, b), carried_cell + b * h}, h);
+      kernels.gates.lstm({ran.at(t, b), before(t, b), state, tanh, grad, arriving, d.at(t, b), carried_cell + b * h},
+                         h);
     } else if (of.cell == Cell::kGru)
-      kernels.gru({ran.at(t, b), hidden.at(t, b), prior.at(t, b), arriving, grad, d.at(t, b), e.at(t, b)}, h);
+      kernels.gates.gru({ran.at(t, b), hidden.at(t, b), prior.at(t, b), arriving, grad, d.at(t, b), e.at(t, b)}, h);
     else
-      (of.cell == Cell::kTanh ? kernels.tanh : kernels.relu)(ran.at(t, b), grad, arriving, d.at(t, b), h);
+      (of.cell == Cell::kTanh ? kernels.gates.tanh : kernels.gates.relu)(ran.at(t, b), grad, arriving, d.at(t, b), h);
   };
   const Tensor carried = begun(grads.last, p);  // the gradient of the state
   T* const carry = carried.data_ptr<T>();
@@ -169,7 +170,7 @@ GateGradients walked(const Recurrence& of, const Walk& walk, const Weights& w, c
       if (last <= begin) continue;
       walk.each_row(begin, last, [&](int64_t b) {
         if (of.projects)
-          kernels.add(carry + b * p, arrives.at(t, b), p);
+          kernels.native.add_rows(carry + b * p, arrives.at(t, b), 1, p, 0, 1);
         else
           row(t, b, carry + b * p, arrives.at(t, b));
       });

@@ -24,10 +24,6 @@ struct Arranged {
   std::optional<Tensor> mean, rstd;
 };
 
-at::ScalarType wide_of(const Tensor& t) {
-  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 // [N, *what the node would get for one sample], of rows n*T+t or (sequence first) t*N+n. Leading 1s are skipped.
 Tensor by_sample(const Tensor& t, int64_t n, bool sequence) {
   if (t.size(0) == 1 && n > 1) return by_sample(t[0], n, sequence);
@@ -95,7 +91,8 @@ std::optional<Arranged> operands_of(Node& node, int64_t weight, const Tensor& g,
   }
   if (auto* of = dynamic_cast<generated::NativeBatchNormBackward0*>(&node)) {
     if (sequence || of->training) return std::nullopt;  // statistics of the batch
-    const Tensor mean = of->running_mean_.unpack().to(wide_of(g)), var = of->running_var_.unpack().to(wide_of(g));
+    const auto wide = accumulator_of(g);
+    const Tensor mean = of->running_mean_.unpack().to(wide), var = of->running_var_.unpack().to(wide);
     return over_pixels(of->input_.unpack(), g, mean, (var + of->eps).rsqrt_(), n, g.size(1));
   }
   if (auto* of = dynamic_cast<generated::MulBackward0*>(&node)) {
@@ -116,7 +113,7 @@ std::pair<Tensor, Tensor> answers(const Arranged& arranged, bool bias, bool clip
   const auto& [input, grad, mean, rstd] = arranged;
   if (!input.defined())
     return {bias_sq_norms(grad.squeeze(2)).unsqueeze(0),
-            clips ? grad.sum(1, false, wide_of(grad)).unsqueeze(0) : Tensor()};
+            clips ? grad.sum(1, false, accumulator_of(grad)).unsqueeze(0) : Tensor()};
   if (!clips) return {affine_sq_norms(input.detach(), grad, mean, rstd, bias), Tensor()};
   const auto made = affine_by_sample(input.detach(), grad, std::nullopt, mean, rstd, /*frozen=*/false, bias);
   return {std::get<1>(made), std::get<2>(made)};
@@ -161,7 +158,8 @@ class AtNode : public torch::autograd::FunctionPreHook {
     Tensor& input = found->input;
     if (input.defined() && !found->rstd) input = input.to(g.scalar_type());  // a product's, of a wider weight
     if (input.defined() && input.scalar_type() != g.scalar_type()) return false;
-    if (found->rstd && found->rstd->scalar_type() != wide_of(g)) return false;  // rounded otherwise, under autocast
+    if (found->rstd && found->rstd->scalar_type() != accumulator_of(g))
+      return false;  // rounded otherwise, under autocast
     const auto [sq_norms, gradients] = answers(*found, bias, terms_->wants == Terms::kGradients);
     int64_t row = -1;
     for (const auto& [operand, leaf] : leaves) {

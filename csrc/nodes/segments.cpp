@@ -63,10 +63,10 @@ Tensor Segments::sq_norms(const Tensor& activations, const Tensor& grad_output,
   for (size_t k = 0; k < runs.size(); ++k) {
     const auto& [first, count, length, samples] = runs[k];
     const auto of_run = [&](const Tensor& t) { return t.narrow(0, first, count * length).view({count, length, -1}); };
-    const auto of = algorithms[k] == Algorithm::kRank1  ? rank1_sq_norms
-                    : algorithms[k] == Algorithm::kGram ? gram_sq_norms
-                                                        : direct_sq_norms;
-    found.push_back(of(of_run(a), of_run(b), /*bias=*/false)[0]);
+    const auto sq = [&](const auto& of) { return of(of_run(a), of_run(b), /*bias=*/false)[0]; };
+    found.push_back(algorithms[k] == Algorithm::kRank1  ? sq(rank1_sq_norms)
+                    : algorithms[k] == Algorithm::kGram ? sq(gram_sq_norms)
+                                                        : sq(direct_sq_norms));
   }
   return at::cat(found);
 }
@@ -146,8 +146,7 @@ Tensor Use::norms_of_runs(const Segments& segments, const FlatUse& sorted, const
     if (bias) gradients->bias = gradients->bias.to(dtype.dtype());
   }
   if (sq_norms.defined()) return sq_norms;
-  const auto kind = sorted.grad_output.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return at::zeros({1 + bias, pass->n}, dtype.dtype(kind));
+  return at::zeros({1 + bias, pass->n}, dtype.dtype(accumulator_of(sorted.grad_output)));
 }
 
 // True if one launch for all lengths suits them, planned as samples of the mean one.

@@ -147,7 +147,7 @@ inline RowShape check_gather_dots(const Tensor& indices, const Tensor& grad_rows
 inline void check_statistic(const std::optional<Tensor>& statistic, const char* name, const Tensor& input) {
   if (!statistic) return;
   check_operand(*statistic, name, 3, "[N, T, 1] or [N, 1, G]");
-  const auto wide = input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto wide = accumulator_of(input);
   TORCHGRADX_CHECK(statistic->scalar_type() == wide, name, " must be ", wide, ", as sums over input are; got ",
                    statistic->scalar_type());
   TORCHGRADX_CHECK(statistic->device() == input.device(), name, " must be on the device of input, ", input.device(),
@@ -197,13 +197,6 @@ inline void check_affine_by_sample(const Tensor& input, const Tensor& grad_outpu
                    ", unless frozen; got ", rstd->sizes());
   TORCHGRADX_CHECK(!frozen || !rstd || rstd->size(1) == 1, "rstd must be [N, 1, G] or [1, 1, G] if frozen; got ",
                    rstd->sizes());
-}
-
-inline void check_affine_fused(const Tensor& input, const Tensor& grad_output, const Tensor& weight,
-                               const std::optional<Tensor>& mean, const std::optional<Tensor>& rstd, bool frozen,
-                               const std::optional<Tensor>& scale) {
-  check_affine_by_sample(input, grad_output, weight, mean, rstd, frozen);
-  check_scale(scale, input.size(0), input);
 }
 
 }  // namespace torchgradx

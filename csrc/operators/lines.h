@@ -48,7 +48,8 @@ void implement_affine(torch::Library& m) {
   });
   m.impl("affine_fused", [](const Tensor& input, const Tensor& grad_output, const Tensor& weight, Maybe mean,
                             Maybe rstd, bool frozen, Maybe scale, bool bias) {
-    check_affine_fused(input, grad_output, weight, mean, rstd, frozen, scale);
+    check_affine_by_sample(input, grad_output, weight, mean, rstd, frozen);
+    check_scale(scale, input.size(0), input);
     return fused(input, grad_output, weight, mean, rstd, false, frozen, scale, bias);
   });
   m.impl("prelu_sq_norms", [](const Tensor& input, const Tensor& grad_output) {

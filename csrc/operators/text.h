@@ -11,6 +11,7 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 
+#include <iterator>
 #include <string>
 #include <type_traits>
 
@@ -45,34 +46,10 @@ inline void append(std::string& to, const c10::Device& device) {
 }
 
 inline void append(std::string& to, c10::Layout layout) {
-  switch (layout) {
-    case c10::kStrided:
-      to += "Strided";
-      return;
-    case c10::kSparse:
-      to += "Sparse";
-      return;
-    case c10::kSparseCsr:
-      to += "SparseCsr";
-      return;
-    case c10::kSparseCsc:
-      to += "SparseCsc";
-      return;
-    case c10::kSparseBsr:
-      to += "SparseBsr";
-      return;
-    case c10::kSparseBsc:
-      to += "SparseBsc";
-      return;
-    case c10::kMkldnn:
-      to += "Mkldnn";
-      return;
-    case c10::kJagged:
-      to += "Jagged";
-      return;
-    default:
-      to += "unknown";
-  }
+  constexpr const char* kNames[] = {"Strided",   "Sparse",    "SparseCsr", "Mkldnn",
+                                    "SparseCsc", "SparseBsr", "SparseBsc", "Jagged"};
+  static_assert(std::size(kNames) == size_t(c10::kJagged) + 1, "a name for each layout, in c10::Layout's order");
+  to += size_t(layout) < std::size(kNames) ? kNames[size_t(layout)] : "unknown";
 }
 
 }  // namespace joined

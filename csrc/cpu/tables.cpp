@@ -1,21 +1,142 @@
-// The cross term of a table that is looked up by id and is also a Linear's weight: with E_n = sum_t e_{id_t} g_t^T and
-// H_n = sum_s b_s a_s^T, <E_n, H_n> = sum over the ids u that occur of r_u . (sum_s b_s[u] a_s), r_u the sum of u's g.
-// The U columns of b are gathered into panels, multiplied with `a` in register tiles and met with r: 2 N S U D
-// operations, nothing of the table's size. Besides: about 1/2 MiB a thread, r and panels of some ids at a time.
-#include "rows.h"
-#include "segments.h"
-
+// Tables looked up by id: row v of sample n's gradient is the sum of grad_output over the positions whose id is v.
+// The norm needs only the rows that occur: cost N T D and a sort of T ids, nothing of the table's size. Besides: T ids
+// and a row a thread.
+#include "../operators/checks.h"
+#include "../operators/views.h"
 #include "passes.h"
+#include "rows.h"
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <torch/library.h>
 
+#include <compare>
+
 namespace torchgradx::cpu {
 namespace {
 
+// One sample's positions in the order of their ids: equal ids are a segment, whose rows belong to one row of the table.
+// A radix sort by the bytes of the largest id: linear in T whatever the ids, and stable, so that sums have one order;
+// of a few, by comparisons.
+class Segments {
+ public:
+  struct Entry {
+    int64_t id, position;
+    auto operator<=>(const Entry&) const = default;
+  };
+
+  // of indices [N, T], int32 or int64; V: how many ids there are, if that is known
+  void sort(const Tensor& indices, int64_t n, std::optional<int64_t> padding_idx, std::optional<int64_t> V = {}) {
+    if (indices.scalar_type() == at::kInt)
+      read(indices.const_data_ptr<int32_t>(), indices, n, padding_idx, V);
+    else
+      read(indices.const_data_ptr<int64_t>(), indices, n, padding_idx, V);
+    if (entries_.size() <= 16) {  // counting bytes would take longer
+      std::sort(entries_.begin(), entries_.end());
+    } else {
+      sorted_.resize(entries_.size());
+      for (int shift = 0; shift < 64 && largest_ >> shift; shift += 8) by_byte(shift);
+    }
+    begins_.clear();
+    for (size_t k = 0; k < entries_.size(); ++k)
+      if (k == 0 || entries_[k].id != entries_[k - 1].id) begins_.push_back(int64_t(k));
+    begins_.push_back(int64_t(entries_.size()));
+  }
+
+  int64_t count() const {
+    return int64_t(begins_.size()) - 1;
+  }
+  int64_t id(int64_t segment) const {
+    return entries_[begins_[segment]].id;
+  }
+  int64_t size(int64_t segment) const {
+    return begins_[segment + 1] - begins_[segment];
+  }
+  int64_t position(int64_t segment, int64_t k) const {
+    return entries_[begins_[segment] + k].position;
+  }
+
+ private:
+  template <class id_t>
+  void read(const id_t* ids, const Tensor& indices, int64_t n, std::optional<int64_t> padding_idx,
+            std::optional<int64_t> V) {
+    entries_.clear(), largest_ = 0;
+    ids += n * indices.stride(0);
+    for (int64_t t = 0; t < indices.size(1); ++t) {
+      const int64_t id = ids[t * indices.stride(1)];
+      if (id < 0 || (V && id >= *V))
+        C10_THROW_ERROR(IndexError, text("indices must be from 0 ", V ? text("to ", *V - 1) : "on", "; got ", id,
+                                         " in sample ", n, ", position ", t));
+      if (padding_idx && id == *padding_idx) continue;
+      entries_.push_back({id, t});
+      largest_ |= uint64_t(id);
+    }
+  }
+
+  void by_byte(int shift) {
+    std::array<int64_t, 257> begin{};
+    const auto byte = [&](const Entry& e) { return uint64_t(e.id) >> shift & 255; };
+    for (const Entry& e : entries_) ++begin[byte(e) + 1];
+    for (size_t b = 1; b < 256; ++b) begin[b] += begin[b - 1];
+    for (const Entry& e : entries_) sorted_[begin[byte(e)]++] = e;
+    std::swap(entries_, sorted_);
+  }
+
+  std::vector<Entry> entries_, sorted_;
+  std::vector<int64_t> begins_;  // of segments, and the end of the last
+  uint64_t largest_ = 0;         // its bytes: the ids' bits together
+};
+
+template <class acc_t>
+double sq_norm(const Segments& segments, const Operand& grads, const RowKernels<acc_t>& of, int64_t n, int64_t begin,
+               int64_t count) {
+  const RowKernels<acc_t>& native = kernels<acc_t>().native;
+  acc_t* const sum = Workspace<acc_t>::mine().total.get(count);
+  double squares = 0;
+  for (int64_t s = 0; s < segments.count(); ++s) {
+    if (segments.size(s) == 1) {
+      squares += of.sq_sum(grads.at(n, 0, segments.position(s, 0), begin), count, grads.c);
+      continue;
+    }
+    std::fill(sum, sum + count, acc_t(0));
+    for (int64_t k = 0; k < segments.size(s); ++k)
+      of.add_rows(sum, grads.at(n, 0, segments.position(s, k), begin), 1, count, 0, grads.c);
+    squares += native.sq_sum(sum, count, 1);
+  }
+  return squares;
+}
+
+Tensor gather_sq_norms(const Tensor& indices, const Tensor& grad_output, std::optional<int64_t> padding_idx) {
+  check_operand(grad_output, "grad_output", 3, "[N, T, D]");
+  check_indices(indices, grad_output, "grad_output");
+  const int64_t N = grad_output.size(0), D = grad_output.size(2);
+  const auto pass = [&](auto zero, const Tensor& sq_norms) {
+    using acc_t = decltype(zero);
+    constexpr double kCostOfAnElement = 4;  // in FLOP: bound by memory
+    const Operand grads = rows_of(grad_output);
+    const auto& of = kernels<acc_t>().of(grad_output.scalar_type());
+    const Grid grid = make_grid(N, D, kCostOfAnElement * double(grad_output.numel()), 0);
+    std::vector<double> partial(grid.parts() * N, 0.0);
+    for_parts(grid.parts(), [&](int64_t part) {
+      const Share share = grid.share(part, N, D);
+      Segments segments;
+      for (int64_t n = share.sample_begin; n < share.sample_end; ++n) {
+        segments.sort(indices, n, padding_idx);
+        partial[part * N + n] =
+            sq_norm<acc_t>(segments, grads, of, n, share.row_begin, share.row_end - share.row_begin);
+      }
+    });
+    write_row<acc_t>(sq_norms, 0, sum_of_parts(partial, grid.parts(), N));
+  };
+  return viewed(norm_results(grad_output, N, false, grad_output.numel() == 0, pass), {N});
+}
+
 constexpr int64_t kSumsBytes = 1 << 18;  // of the r of the ids at work
 
+// The cross term of a table that is looked up by id and is also a Linear's weight: with E_n = sum_t e_{id_t} g_t^T and
+// H_n = sum_s b_s a_s^T, <E_n, H_n> = sum over the ids u that occur of r_u . (sum_s b_s[u] a_s), r_u the sum of u's g.
+// The U columns of b are gathered into panels, multiplied with `a` in register tiles and met with r: 2 N S U D
+// operations, nothing of the table's size. Besides: about 1/2 MiB a thread, r and panels of some ids at a time.
 template <class acc_t>
 class CrossTerm {
  public:
@@ -140,5 +261,6 @@ Tensor gather_dots(const Tensor& indices, const Tensor& grad_rows, const Tensor&
 }  // namespace torchgradx::cpu
 
 TORCH_LIBRARY_IMPL(torchgradx, CPU, m) {
+  m.impl("gather_sq_norms", torchgradx::cpu::gather_sq_norms);
   m.impl("gather_dots", torchgradx::cpu::gather_dots);
 }
