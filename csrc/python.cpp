@@ -39,7 +39,7 @@ struct Held {  // by a module, now
     static PyObject* const kWeight = PyUnicode_InternFromString("weight");
     static PyObject* const kBias = PyUnicode_InternFromString("bias");
     weight = parameter_of(module, kWeight);
-    bias = site.layer->biased() ? parameter_of(module, kBias) : py::none();
+    bias = site.layer->biased ? parameter_of(module, kBias) : py::none();
   }
   std::optional<Tensor> maybe_bias() const {
     return bias.is_none() ? std::nullopt : std::optional<Tensor>(bias.cast<Tensor>());
@@ -89,12 +89,12 @@ void bind_pass(py::module_& m) {
       .def("audited", &Recorder::audited)
       .def_property_readonly("sound",  // nothing was refused, and every edge belongs to a use
                              [](const Recorder& self) {
-                               const auto balance = self.balance();
+                               const auto [balance, refusals] = self.whole();
                                const auto even = [](int64_t b) { return b == 0; };
-                               return self.refusals().empty() && std::all_of(balance.begin(), balance.end(), even);
+                               return refusals.empty() && std::all_of(balance.begin(), balance.end(), even);
                              })
-      .def_property_readonly("balance", &Recorder::balance)
-      .def_property_readonly("refusals", &Recorder::refusals)
+      .def_property_readonly("balance", [](const Recorder& self) { return self.whole().balance; })
+      .def_property_readonly("refusals", [](const Recorder& self) { return self.whole().refusals; })
       .def("open", &Recorder::open)
       .def("merge", &Recorder::merge)
       .def("drop", &Recorder::drop)
@@ -108,12 +108,7 @@ void bind_pass(py::module_& m) {
            py::arg("owners"), py::arg("order"), py::arg("samples"), py::arg("runs"))
       .def_readonly("owners", &Segments::owners)
       .def_readonly("samples", &Segments::samples)
-      .def("sq_norms", [](const Segments& segments, const Tensor& activations, const Tensor& grad_output,
-                          const std::vector<int64_t>& algorithms) {
-        std::vector<Algorithm> by_run;
-        for (const int64_t code : algorithms) by_run.push_back(static_cast<Algorithm>(code));
-        return segments.sq_norms(activations, grad_output, by_run);
-      });
+      .def("sq_norms", &Segments::sq_norms);
   py::class_<Pass::State>(m, "State");
   py::class_<Pass, std::shared_ptr<Pass>>(m, "Pass")
       .def(py::init<std::shared_ptr<Recorder>, int64_t, const std::vector<Tensor>&>())
@@ -247,14 +242,7 @@ void bind_capture(py::module_& m) {
       py::arg("recorder"), py::arg("index"), py::arg("weight"), py::arg("bias"), py::arg("weight_grad"),
       py::arg("taps"), py::arg("layout"), py::arg("presumed"), py::arg("planner"), py::arg("layer"),
       py::arg("weight_rows"), py::arg("bias_rows"));
-  m.def(
-      "call",
-      [](const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-         const std::optional<Tensor>& bias, const std::optional<Tensor>& mean, const std::optional<Tensor>& var) {
-        return call(site, input, weight, bias, {{}, mean.value_or(Tensor()), var.value_or(Tensor())});
-      },
-      py::arg("site"), py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("mean") = std::nullopt,
-      py::arg("var") = std::nullopt);
+  m.def("call", &call);
   m.def("packed",  // of what a node saved through hooks: the one that unpacks, and what it is given; None: of others
         [](const py::object& node) -> std::optional<std::vector<std::pair<py::object, py::object>>> {
           const auto* ours = dynamic_cast<const SavingNode*>(&*node_of(node));
@@ -291,12 +279,12 @@ void bind_capture(py::module_& m) {
         });
   m.def("forward",  // of a module; None: its own is to be called, and then listen()
         [](const std::shared_ptr<Site>& site, const py::object& module, const py::object& input) -> Tensor {
-          if (!THPVariable_Check(input.ptr()) || (site->taps && !site->layer->whole())) return {};
+          if (!THPVariable_Check(input.ptr())) return {};
           const Held held(*site, module);
           if (site->taps && overridden(input, held)) return {};
           const Tensor x = input.cast<Tensor>(), weight = held.weight.cast<Tensor>();
           const auto bias = held.maybe_bias();
-          return site->taps ? call_tapped(site, x, weight, bias) : call(site, x, weight, bias, {});
+          return site->taps ? call_tapped(site, x, weight, bias) : call(site, x, weight, bias);
         });
   m.def("listen",
         [](const std::shared_ptr<Site>& site, const py::object& module, const Tensor& input, const Tensor& output) {

@@ -215,8 +215,6 @@ def call(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    mean: Tensor | None = None,
-    var: Tensor | None = None,
 ) -> Tensor | None: ...
 def call_recurrent(
     sites: Sequence[Site],

@@ -72,18 +72,14 @@ class Affine : public Elementwise {
 class LastDimensions final : public Affine {
  public:
   LastDimensions(std::vector<int64_t> shape, double eps, bool centred)
-      : Affine(eps), shape_(std::move(shape)), centred_(centred) {}
+      : Affine(eps), shape_(std::move(shape)), centred_(centred) {
+    biased = centred;
+  }
 
   bool batched(const Tensor& input) const override {
     return input.dim() > static_cast<int64_t>(shape_.size());
   }
 
-  bool biased() const override {
-    return centred_;
-  }
-  bool whole() const override {
-    return true;
-  }
   Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) const override {
     return centred_ ? at::layer_norm(input, shape_, weight, bias, eps_, at::globalContext().userEnabledCuDNN())
                     : root_mean_square(input, weight);
@@ -122,7 +118,7 @@ class LastDimensions final : public Affine {
     const bool in_order = kept && a.is_contiguous() && saved.input.is_contiguous() && a.is_alias_of(saved.input);
     const auto by_row = [&](const Tensor& t) { return viewed(t, {a.size(0), a.size(1), 1}); };
     if (in_order) return {saved.mean.defined() ? by_row(saved.mean) : saved.mean, by_row(saved.rstd)};
-    const double eps = eps_ < 0 ? epsilon(a) : eps_;
+    const double eps = eps_ < 0 ? epsilon(accumulator_of(a)) : eps_;
     auto [mean, rstd] = moments(a, eps, centred_, /*over_positions=*/false);
     return {centred_ ? mean : Tensor(), rstd};
   }
@@ -130,10 +126,6 @@ class LastDimensions final : public Affine {
  private:
   Tensor root_mean_square(const Tensor& input, const Tensor& weight) const {
     return at::rms_norm(input, shape_, weight, eps_ < 0 ? std::nullopt : std::optional<double>(eps_));
-  }
-  static double epsilon(const Tensor& a) {  // RMSNorm's default
-    return a.scalar_type() == at::kDouble ? std::numeric_limits<double>::epsilon()
-                                          : std::numeric_limits<float>::epsilon();
   }
   const std::vector<int64_t> shape_;
   const bool centred_;
@@ -191,9 +183,6 @@ class GroupNorm final : public Channels {
  public:
   using Channels::Channels;
 
-  bool whole() const override {
-    return true;
-  }
   Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) const override {
     if (input.dim() < 2 || input.numel() == groups(input)) return {};  // refused there
     return at::group_norm(input, groups(input), weight, bias, eps_, at::globalContext().userEnabledCuDNN());

@@ -8,31 +8,14 @@
 namespace torchgradx {
 namespace {
 
-struct StepRows {  // a step's rows of what is [T, B, *]: of packed sequences, those that go on
-  int64_t steps, rows;
-  bool backwards;
-  const int64_t* sizes;
-
-  // f(step) in the order of the forward, or the other way round
-  template <class F>
-  void each(bool forward, const F& f) const {
-    for (int64_t k = 0; k < steps; ++k) f(backwards == forward ? steps - 1 - k : k);
-  }
-  Tensor first(const Tensor& all, int64_t t) const {  // of [B, *]
-    return all.narrow(0, 0, sizes ? sizes[t] : rows);
-  }
-  Tensor of(const Tensor& all, int64_t t) const {
-    return first(all[t], t);
-  }
-};
-
 // [T, B, H]: an LSTM's cells after each step
-Tensor cells_after(const StepRows& at, const Tensor& forget, const Tensor& added, const Tensor& first) {
+Tensor cells_after(const Walk& walk, const Tensor& forget, const Tensor& added, const Tensor& first) {
   const Tensor after = at::zeros_like(added), cells = first.clone();
-  at.each(true, [&](int64_t t) {
-    const Tensor now = at.first(cells, t);
-    at.of(after, t).copy_(now.mul_(at.of(forget, t)).add_(at.of(added, t)));
-  });
+  for (int64_t k = 0; k < walk.steps; ++k) {
+    const int64_t t = walk.at(k);
+    const Tensor now = walk.first(cells, t);
+    walk.of(after, t).copy_(now.mul_(walk.of(forget, t)).add_(walk.of(added, t)));
+  }
   return after;
 }
 
@@ -46,17 +29,15 @@ Tensor tanh_slope(const Tensor& y) {
 
 }  // namespace
 
-GateGradients by_operators(const Recurrence& of, bool backwards, const Weights& w, const Tensor& input,
+GateGradients by_operators(const Recurrence& of, const Walk& walk, const Weights& w, const Tensor& input,
                            const Steps& steps, const Tensor& first_cell, const OutputGradients& grads,
                            bool wants_input) {
   const bool lstm = of.cell == Cell::kLstm, gru = of.cell == Cell::kGru;
-  const Tensor previous = widened(steps.previous()), &sizes = of.packing.batch_sizes;
-  const int64_t h = w.ih.size(0) / (lstm ? 4 : gru ? 3 : 1), p = previous.size(2);
-  const StepRows at{input.size(0), input.size(1), backwards,
-                    sizes.defined() ? sizes.const_data_ptr<int64_t>() : nullptr};
+  const Tensor previous = widened(steps.previous());
+  const int64_t h = walk.width, p = previous.size(2);
   const auto zeros = [&](at::IntArrayRef shape) { return at::zeros(shape, previous.options()); };
   const auto carried_from = [&](const Tensor& last, int64_t width) {
-    return last.defined() ? widened(last).clone(at::MemoryFormat::Contiguous) : zeros({at.rows, width});
+    return last.defined() ? widened(last).clone(at::MemoryFormat::Contiguous) : zeros({walk.rows, width});
   };
   GateGradients found;
   // What is multiplied by `gates` [T, B, gates, H]: the gradient of the cells, of an LSTM, or of the states. `passes`:
@@ -65,11 +46,11 @@ GateGradients by_operators(const Recurrence& of, bool backwards, const Weights& 
   if (lstm) {
     const Tensor all = lstm_gates(w, input, previous);
     const auto q = all.chunk(4, 2);  // input, forget, cell, output
-    const Tensor after = cells_after(at, q[1], q[0] * q[2], first_cell), y = after.tanh();
-    const Tensor before = shifted(of, after, first_cell, backwards);
+    const Tensor after = cells_after(walk, q[1], q[0] * q[2], first_cell), y = after.tanh();
+    const Tensor before = shifted(of, after, first_cell, walk.backwards);
     gates = at::stack({q[2] * sigmoid_slope(q[0]), before * sigmoid_slope(q[1]), q[0] * tanh_slope(q[2])}, 2);
     passes = q[1], out_gate = y * sigmoid_slope(q[3]), of_cells = q[3] * tanh_slope(y);
-    if (of.projects) found.projected = q[3] * y, found.out = zeros({at.steps, at.rows, p});
+    if (of.projects) found.projected = q[3] * y, found.out = zeros({walk.steps, walk.rows, p});
     found.first_cell = carried_from(grads.cell, h);
   } else if (gru) {
     const auto x = at::linear(input, w.ih, maybe(w.ih_bias)).chunk(3, 2);  // reset, update, new
@@ -82,31 +63,32 @@ GateGradients by_operators(const Recurrence& of, bool backwards, const Weights& 
     const Tensor y = widened(steps.kept);
     gates = (of.cell == Cell::kTanh ? tanh_slope(y) : y.gt(0).to(y.scalar_type())).unsqueeze(2);
   }
-  found.state = zeros({at.steps, at.rows, w.ih.size(0)});
-  const Tensor states = gru ? zeros({at.steps, at.rows, h}) : Tensor();  // their gradients, at each step
+  found.state = zeros({walk.steps, walk.rows, w.ih.size(0)});
+  const Tensor states = gru ? zeros({walk.steps, walk.rows, h}) : Tensor();  // their gradients, at each step
   const Tensor carried = carried_from(grads.last, p);
-  at.each(false, [&](int64_t t) {
-    Tensor carry = at.first(carried, t), here = at.of(found.state, t);
-    Tensor g = carry.add_(at.of(grads.states, t));
+  for (int64_t k = walk.steps; k-- > 0;) {
+    const int64_t t = walk.at(k);
+    Tensor carry = walk.first(carried, t), here = walk.of(found.state, t);
+    Tensor g = carry.add_(walk.of(grads.states, t));
     if (of.projects) {
-      at.of(found.out, t).copy_(g);
+      walk.of(found.out, t).copy_(g);
       g = g.mm(w.hr);
     }
     Tensor by_gate = here.narrow(1, 0, gates.size(2) * h).unflatten(1, {gates.size(2), h});
-    const Tensor cell = lstm ? at.first(found.first_cell, t).addcmul_(g, at.of(of_cells, t)) : g;
-    at::mul_out(by_gate, cell.unsqueeze(1), at.of(gates, t));
+    const Tensor cell = lstm ? walk.first(found.first_cell, t).addcmul_(g, walk.of(of_cells, t)) : g;
+    at::mul_out(by_gate, cell.unsqueeze(1), walk.of(gates, t));
     if (lstm) {
       Tensor of_output = here.narrow(1, 3 * h, h);
-      at::mul_out(of_output, g, at.of(out_gate, t));
-      cell.mul_(at.of(passes, t));
+      at::mul_out(of_output, g, walk.of(out_gate, t));
+      cell.mul_(walk.of(passes, t));
     }
     if (gru) {
-      at.of(states, t).copy_(g);
-      carry.mul_(at.of(passes, t)).addmm_(here, w.hh);
+      walk.of(states, t).copy_(g);
+      carry.mul_(walk.of(passes, t)).addmm_(here, w.hh);
     } else {
       at::mm_out(carry, here, w.hh);
     }
-  });
+  }
   found.first_state = carried;
   // A GRU's new gate is multiplied by the reset gate at the state alone.
   found.input = gru ? at::cat({found.state.narrow(2, 0, 2 * h), states * out_gate}, 2) : found.state;

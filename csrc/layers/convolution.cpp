@@ -31,23 +31,17 @@ class Convolution final : public Layer {
     return input.dim() == dims() || input.dim() == dims() - 1;
   }
   Tensor enter(const Tensor& input) const override {
-    const Tensor padded = o_.pre_pad.empty() ? input : at::pad(input, o_.pre_pad, o_.pad_mode);
-    return lifted(padded);
+    return lifted(o_.pre_pad.empty() ? input : at::pad(input, o_.pre_pad, o_.pad_mode));
   }
-  Tensor enter_weight(const Tensor& weight) const override {
-    return lifted(weight);
-  }
-  Tensor enter_grad(const Tensor& grad_output) const override {
-    return lifted(grad_output);
+  Tensor lifted(const Tensor& t) const override {
+    return o_.one_dimensional ? t.unsqueeze(-2) : t;
   }
   Tensor leave(const Tensor& output) const override {
     return o_.one_dimensional ? output.squeeze(-2) : output;
   }
 
-  bool whole() const override {
-    return dims() == 4 && o_.pre_pad.empty() && !o_.transposed && !o_.one_dimensional;
-  }
   Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) const override {
+    if (dims() != 4 || !o_.pre_pad.empty() || o_.transposed) return {};
     return at::conv2d(input, weight, bias, stride_, padding_, dilation_, o_.groups);
   }
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Saved&) const override {
@@ -77,11 +71,7 @@ class Convolution final : public Layer {
           in_order(grad_output), in_order(saved.input), weight, std::nullopt, stride_, padding_, dilation_,
           o_.transposed, output_padding(saved.input, grad_output), o_.groups, {wanted.input, wanted.weight, false});
     }
-    if (wanted.bias) {
-      const auto sizes = grad_output.sizes();
-      const int64_t pixels = c10::multiply_integers(sizes.slice(2));
-      gradients.bias = grad_output.reshape({sizes[0], sizes[1], pixels}).sum(at::IntArrayRef({0, 2}));
-    }
+    if (wanted.bias) gradients.bias = grad_output.flatten(2).sum(at::IntArrayRef({0, 2}));
     return gradients;
   }
 
@@ -96,6 +86,7 @@ class Convolution final : public Layer {
     return o;
   }
   std::optional<Operands> one_image(const Operands& operands) const override {
+    if (operands.images == 1) return operands;
     if (!operands.activations.defined()) return std::nullopt;
     const auto in_depth = [&](const Tensor& t) { return t.unflatten(0, {-1, operands.images}).transpose(1, 2); };
     Operands whole{in_depth(operands.activations), in_depth(operands.grad_output)};
@@ -112,9 +103,6 @@ class Convolution final : public Layer {
   Tensor bias_rows(const Operands& operands) const override {
     const Tensor& g = operands.bias_grad.defined() ? operands.bias_grad : operands.grad_output;
     return g.flatten(2).transpose(1, 2);
-  }
-  double magnitude(const Operands& operands) const override {
-    return norm_of(operands.activations);
   }
 
   Tensor sq_norms(const Operands& operands, Algorithm algorithm, bool bias) const override {
@@ -165,9 +153,6 @@ class Convolution final : public Layer {
   }
   Tensor batch(const Tensor& t) const {
     return alone(t) ? t.unsqueeze(0) : t;
-  }
-  Tensor lifted(const Tensor& t) const {
-    return o_.one_dimensional ? t.unsqueeze(-2) : t;
   }
   // As the framework has it of one dimension: its channels would come last where those of its input are.
   Tensor in_order(const Tensor& t) const {

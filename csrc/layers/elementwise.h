@@ -9,19 +9,13 @@ namespace torchgradx {
 
 class Elementwise : public Layer {
  public:
-  bool lowered() const override {
-    return false;
-  }
-  bool makes_input() const override {
-    return true;
+  Elementwise() {
+    lowered = false, makes_input = true;
   }
   bool fuses(const Operands& o, const Tensor& weight) const override {
     return !o.rearranged && weight.scalar_type() == o.activations.scalar_type();
   }
 
-  int64_t positions(const Operands& o) const override {
-    return o.grad_output.size(1);
-  }
   Tensor bias_rows(const Operands& o) const override {
     return o.grad_output.flatten(2);
   }

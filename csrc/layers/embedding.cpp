@@ -10,25 +10,19 @@ namespace {
 class Embedding final : public Layer {
  public:
   Embedding(int64_t rows, int64_t padding_idx, bool sparse, double max_norm)
-      : rows_(rows), padding_idx_(padding_idx), sparse_(sparse), bounded_(max_norm >= 0) {}
+      : rows_(rows), padding_idx_(padding_idx), sparse_(sparse), bounded_(max_norm >= 0) {
+    lowered = biased = false;
+  }
 
   bool batched(const Tensor& input) const override {
     return input.dim() > 0;
-  }
-  bool lowered() const override {
-    return false;
   }
   bool fuses(const Operands&, const Tensor&) const override {
     return false;
   }
 
-  bool biased() const override {
-    return false;
-  }
-  bool whole() const override {
-    return !bounded_;
-  }
   Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>&) const override {
+    if (bounded_) return {};
     return at::embedding(weight, input, padding_idx_, /*scale_grad_by_freq=*/false, sparse_);
   }
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>&, Saved&) const override {
@@ -48,12 +42,6 @@ class Embedding final : public Layer {
     const auto rows = rows_by_sample(grad_output, n, layout);
     if (!ids || !rows) return std::nullopt;
     return Operands{viewed(*ids, ids->sizes().slice(0, 2), ids->strides().slice(0, 2)), *rows};
-  }
-  int64_t positions(const Operands& operands) const override {
-    return operands.grad_output.size(1);
-  }
-  Tensor bias_rows(const Operands& operands) const override {
-    return operands.grad_output;
   }
   double magnitude(const Operands& operands) const override {
     return std::sqrt(static_cast<double>(operands.activations.numel()));

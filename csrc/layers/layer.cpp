@@ -27,11 +27,6 @@ struct UnseenByHooks {
 
 Gradients Layer::backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
                           const Wanted& wanted) const {
-  return replayed(saved, weight, grad_output, wanted);
-}
-
-Gradients Layer::replayed(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
-                          const Wanted& wanted) const {
   const bool create_graph = at::GradMode::is_enabled();
   const at::AutoGradMode enabled(true);
   const UnseenByHooks unseen;
@@ -61,17 +56,19 @@ Tensor in_format(const Tensor& t, at::MemoryFormat format) {
 }
 
 double norm_of(const Tensor& t) {
-  const auto of = [](const Tensor& part) {
-    return at::linalg_vector_norm(part, 2, {}, false, at::kDouble).item<double>();
-  };
-  if (!t.is_cpu() || !t.is_non_overlapping_and_dense()) return of(t.detach());
   // On a CPU the framework makes a copy in the wider type.
-  constexpr int64_t kPart = 1 << 16;
-  const Tensor flat = t.detach().as_strided({t.numel()}, {1});
+  const int64_t part = t.is_cpu() ? 1 << 16 : std::max<int64_t>(1, t.numel());
   double norm = 0;
-  for (int64_t first = 0; first < t.numel(); first += kPart)
-    norm = std::hypot(norm, of(flat.slice(0, first, first + kPart)));
+  for (const Tensor& some : t.detach().reshape({-1}).split(part))
+    norm = std::hypot(norm, at::linalg_vector_norm(some, 2, {}, false, at::kDouble).item<double>());
   return norm;
+}
+
+double epsilon(at::ScalarType dtype) {
+  return dtype == at::kDouble     ? std::numeric_limits<double>::epsilon()
+         : dtype == at::kHalf     ? std::ldexp(1.0, -10)
+         : dtype == at::kBFloat16 ? std::ldexp(1.0, -7)
+                                  : std::numeric_limits<float>::epsilon();
 }
 
 Tensor widened(const Tensor& t) {

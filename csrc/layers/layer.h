@@ -24,6 +24,8 @@ inline std::optional<Tensor> maybe(const Tensor& t) {
   return t.defined() ? std::optional<Tensor>(t) : std::nullopt;
 }
 
+double norm_of(const Tensor& t);
+
 struct Saved {  // of a forward, besides the weight
   Tensor input, mean, rstd;
   std::shared_ptr<cpu::SharedGrads> shared = nullptr;  // where the gradient is that of other weights too
@@ -50,18 +52,12 @@ struct Operands {  // with the samples in front; each kind has its own shapes
 struct Layer {
   virtual ~Layer() = default;
 
+  bool lowered = true;       // autocast computes it in its lower precision
+  bool biased = true;        // a module of this kind may have a bias
+  bool reads_input = true;   // for its input's gradient
+  bool makes_input = false;  // fused() makes its input's gradient too
+
   virtual bool batched(const Tensor& input) const = 0;  // it has a dimension for samples
-  virtual bool lowered() const {                        // autocast computes it in its lower precision
-    return true;
-  }
-
-  virtual bool reads_input() const {  // for its input's gradient
-    return true;
-  }
-
-  virtual bool makes_input() const {  // fused() makes its input's gradient too
-    return false;
-  }
   virtual bool fuses(const Operands&, const Tensor& /*weight*/) const {
     return true;
   }
@@ -70,11 +66,8 @@ struct Layer {
   virtual Tensor enter(const Tensor& input) const {
     return input;
   }
-  virtual Tensor enter_weight(const Tensor& weight) const {
-    return weight;
-  }
-  virtual Tensor enter_grad(const Tensor& grad_output) const {
-    return grad_output;
+  virtual Tensor lifted(const Tensor& t) const {  // the weight, or grad_output
+    return t;
   }
   virtual Tensor leave(const Tensor& output) const {
     return output;
@@ -82,15 +75,9 @@ struct Layer {
 
   // The module's own forward, where it is one operator and Python does nothing else around it; undefined: it does for
   // this input.
-  virtual bool whole() const {
-    return false;
-  }
   virtual Tensor whole_forward(const Tensor& /*input*/, const Tensor& /*weight*/,
                                const std::optional<Tensor>& /*bias*/) const {
-    TORCHGRADX_CHECK(false, "a module whose forward stays Python's");
-  }
-  virtual bool biased() const {  // a module of this kind may have a bias
-    return true;
+    return {};
   }
 
   // The operator; statistics that its backward needs go into `saved`.
@@ -100,7 +87,6 @@ struct Layer {
   // whose norms rarely stand beside the framework's own gradients. The bias is shaped as the weight there.
   virtual Gradients backward(const Saved& saved, const Tensor& weight, const Tensor& grad_output,
                              const Wanted& wanted) const;
-  Gradients replayed(const Saved& saved, const Tensor& weight, const Tensor& grad_output, const Wanted& wanted) const;
 
   // On a GPU: brings what a backward reads, once, into the memory order that all that follows wants.
   virtual void lay_out(Saved&, const Tensor& /*weight*/, Tensor& /*grad_output*/) const {}
@@ -109,13 +95,19 @@ struct Layer {
   virtual std::optional<Operands> operands(const Saved& saved, const Tensor& grad_output, int64_t n,
                                            Layout layout) const = 0;
   // With the images of a sample as one; nothing where they have no such form.
-  virtual std::optional<Operands> one_image(const Operands&) const {
-    return std::nullopt;
+  virtual std::optional<Operands> one_image(const Operands& operands) const {
+    return operands.images == 1 ? std::optional(operands) : std::nullopt;
   }
-  virtual int64_t positions(const Operands& operands) const = 0;  // T, for the plan
-  virtual Tensor bias_rows(const Operands& operands) const = 0;  // [N K, T, O], whose sum over T is the bias's gradient
+  virtual int64_t positions(const Operands& operands) const {  // T, for the plan
+    return operands.grad_output.size(1);
+  }
+  virtual Tensor bias_rows(const Operands& operands) const {  // [N K, T, O], whose sum over T is the bias's gradient
+    return operands.grad_output;
+  }
   // How large a sample's gradient rounds: the norm of what grad_output is multiplied by.
-  virtual double magnitude(const Operands& operands) const = 0;
+  virtual double magnitude(const Operands& operands) const {
+    return norm_of(operands.activations);
+  }
   virtual Tensor sq_norms(const Operands& operands, Algorithm algorithm, bool bias) const = 0;  // [1 + bias, N]
   // Gradients and [1 + bias, N] from one pass.
   virtual std::pair<Gradients, Tensor> fused(const Operands& operands, const Tensor& weight,
@@ -167,7 +159,7 @@ std::optional<Images> images_of(const Tensor& t, int64_t n, Layout layout);  // 
 // t.contiguous(format), on a GPU by our own copy.
 Tensor in_format(const Tensor& t, at::MemoryFormat format);
 
-double norm_of(const Tensor& t);
+double epsilon(at::ScalarType dtype);
 Tensor widened(const Tensor& t);  // halves as float32
 
 using LayerPtr = std::shared_ptr<Layer>;

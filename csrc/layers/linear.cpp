@@ -25,21 +25,16 @@ bool joined(const Tensor& t) {  // as strides say it, whatever the sizes, those 
 
 class Linear final : public Layer {
  public:
-  explicit Linear(bool transposed) : transposed_(transposed) {}
+  explicit Linear(bool transposed) : transposed_(transposed) {
+    reads_input = false;
+  }
 
   bool batched(const Tensor& input) const override {
     return input.dim() > 1;
   }
 
-  bool reads_input() const override {
-    return false;
-  }
-
-  bool whole() const override {
-    return !transposed_;
-  }
   Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) const override {
-    return at::linear(input, weight, bias);
+    return transposed_ ? Tensor() : at::linear(input, weight, bias);
   }
   // To the last bit as the framework does it: of rows that lie apart it makes one product where the weight wants a
   // gradient, which the transpose that it takes of a weight below autograd no longer says.
@@ -75,16 +70,6 @@ class Linear final : public Layer {
     Operands operands{*a, *b};
     operands.shared = saved.shared;
     return operands;
-  }
-
-  int64_t positions(const Operands& operands) const override {
-    return operands.grad_output.size(1);
-  }
-  Tensor bias_rows(const Operands& operands) const override {
-    return operands.grad_output;
-  }
-  double magnitude(const Operands& operands) const override {
-    return norm_of(operands.activations);
   }
 
   Tensor sq_norms(const Operands& operands, Algorithm algorithm, bool bias) const override {

@@ -6,16 +6,12 @@ namespace {
 
 class PReLU final : public Elementwise {
  public:
-  explicit PReLU(bool single) : single_(single) {}
+  explicit PReLU(bool single) : single_(single) {
+    biased = false;
+  }
 
   bool batched(const Tensor& input) const override {
     return input.dim() > 1 || single_;
-  }
-  bool biased() const override {
-    return false;
-  }
-  bool whole() const override {
-    return true;
   }
   Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>&) const override {
     return at::prelu(input, weight);

@@ -29,42 +29,40 @@ struct Ran {                   // as the framework has it
 
 Ran stepwise(const Recurrence& of, const Sequence& in) {
   const auto& w = in.weights;
+  const bool lstm = of.cell == Cell::kLstm, gru = of.cell == Cell::kGru, tanh = of.cell == Cell::kTanh;
   if (of.single) {
     const Tensor x = in.input.squeeze(1), h = in.state[0];
     const auto b_ih = of.biases ? maybe(w[2]) : std::nullopt, b_hh = of.biases ? maybe(w[3]) : std::nullopt;
-    if (of.cell == Cell::kLstm) {
+    if (lstm) {
       const auto [y, c] = at::lstm_cell(x, {h, in.cell[0]}, w[0], w[1], b_ih, b_hh);
       return {y.unsqueeze(0), {}, c.unsqueeze(0)};
     }
-    const auto cell = of.cell == Cell::kGru    ? at::gru_cell
-                      : of.cell == Cell::kTanh ? at::rnn_tanh_cell
-                                               : at::rnn_relu_cell;
+    const auto cell = gru ? at::gru_cell : tanh ? at::rnn_tanh_cell : at::rnn_relu_cell;
     return {cell(x, h, w[0], w[1], b_ih, b_hh).unsqueeze(0), {}, {}};
   }
   Ran ran;
-  if (of.packing.rows.defined()) {
-    const Tensor& sizes = of.packing.batch_sizes;
-    if (of.cell == Cell::kLstm) {
+  if (!of.packing.rows.defined()) {
+    const Tensor x = in.input.transpose(0, 1);
+    const auto layer = gru    ? at::_ops::gru_input::call
+                       : tanh ? at::_ops::rnn_tanh_input::call
+                              : at::_ops::rnn_relu_input::call;
+    if (lstm)
       std::tie(ran.states, ran.last, ran.cells) =
-          at::lstm(in.input, sizes, {in.state, in.cell}, w, of.biases, 1, 0.0, of.training, of.both_ways);
-      return ran;
-    }
-    const auto layer = of.cell == Cell::kGru    ? at::_ops::gru_data::call
-                       : of.cell == Cell::kTanh ? at::_ops::rnn_tanh_data::call
-                                                : at::_ops::rnn_relu_data::call;
-    std::tie(ran.states, ran.last) = layer(in.input, sizes, in.state, w, of.biases, 1, 0.0, of.training, of.both_ways);
+          at::lstm(x, {in.state, in.cell}, w, of.biases, 1, 0.0, of.training, of.both_ways, /*batch_first=*/false);
+    else
+      std::tie(ran.states, ran.last) = layer(x, in.state, w, of.biases, 1, 0.0, of.training, of.both_ways, false);
     return ran;
   }
-  const Tensor x = in.input.transpose(0, 1);
-  if (of.cell == Cell::kLstm) {
+  const Tensor& sizes = of.packing.batch_sizes;
+  const auto layer = gru    ? at::_ops::gru_data::call
+                     : tanh ? at::_ops::rnn_tanh_data::call
+                            : at::_ops::rnn_relu_data::call;
+  if (lstm)
     std::tie(ran.states, ran.last, ran.cells) =
-        at::lstm(x, {in.state, in.cell}, w, of.biases, 1, 0.0, of.training, of.both_ways, /*batch_first=*/false);
-    return ran;
-  }
-  const auto layer = of.cell == Cell::kGru    ? at::_ops::gru_input::call
-                     : of.cell == Cell::kTanh ? at::_ops::rnn_tanh_input::call
-                                              : at::_ops::rnn_relu_input::call;
-  std::tie(ran.states, ran.last) = layer(x, in.state, w, of.biases, 1, 0.0, of.training, of.both_ways, false);
+        at::lstm(in.input, sizes, {in.state, in.cell}, w, of.biases, 1, 0.0, of.training, of.both_ways);
+  else
+    std::tie(ran.states, ran.last) = layer(in.input, sizes, in.state, w, of.biases, 1, 0.0, of.training, of.both_ways);
+  ran.states = padded(of.packing, ran.states);
   return ran;
 }
 
@@ -88,7 +86,18 @@ Ran onednn(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps, 
   return {of.both_ways ? at::cat(states, -1) : states[0], stacked(last), stacked(cells)};
 }
 
-Output arranged(const Recurrence& of, const Ran& ran);
+struct Silence : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+Output arranged(const Recurrence& of, const Ran& ran) {
+  const Tensor& order = of.packing.unsorted;
+  const auto by_sample = [&](const Tensor& t) {  // [*, B, *] -> [B, *, *]
+    if (!t.defined()) return t;
+    return (order.defined() ? t.index_select(1, order) : t).transpose(0, 1);
+  };
+  return {by_sample(ran.states), by_sample(ran.last), by_sample(ran.cells)};
+}
 
 }  // namespace
 
@@ -105,24 +114,6 @@ Tensor shifted(const Recurrence& of, const Tensor& states, const Tensor& first, 
   }
   return previous;
 }
-
-namespace {
-
-struct Silence : c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
-Output arranged(const Recurrence& of, const Ran& ran) {
-  const Tensor& order = of.packing.unsorted;
-  const auto by_sample = [&](const Tensor& t) {  // [*, B, *] -> [B, *, *]
-    if (!t.defined()) return t;
-    return (order.defined() ? t.index_select(1, order) : t).transpose(0, 1);
-  };
-  const Tensor states = of.packing.rows.defined() ? padded(of.packing, ran.states) : ran.states;
-  return {by_sample(states), by_sample(ran.last), by_sample(ran.cells)};
-}
-
-}  // namespace
 
 Tensor Steps::previous() const {
   return late ? at::constant_pad_nd(states.narrow(0, 0, states.size(0) - 1), {0, 0, 0, 0, 1, 0}) : states;
@@ -152,10 +143,9 @@ Output run(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps, 
   // Not before: below autograd a transposed weight no longer says that it wants a gradient, on which the choice of
   // product depends, and with it the last bits.
   const at::AutoDispatchBelowADInplaceOrView below;
-  const Tensor states = of.packing.rows.defined() ? padded(of.packing, ran.states) : ran.states;
-  const int64_t width = states.size(2) / of.directions();
+  const int64_t width = ran.states.size(2) / of.directions();
   for (int64_t d = 0; d < of.directions(); ++d) {
-    const Tensor mine = states.narrow(2, d * width, width);
+    const Tensor mine = ran.states.narrow(2, d * width, width);
     if (!steps[d].late) steps[d].states = shifted(of, mine, in.state[d], d == 1);
     if (of.cell <= Cell::kTanh) steps[d].kept = mine.clone(at::MemoryFormat::Contiguous);
   }

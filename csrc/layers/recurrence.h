@@ -7,6 +7,8 @@
 
 #include "layer.h"
 
+#include <ATen/Parallel.h>
+
 namespace torchgradx {
 
 enum class Cell : int64_t { kRelu = 0, kTanh = 1, kLstm = 2, kGru = 3 };
@@ -82,8 +84,50 @@ struct OutputGradients {  // of one direction
 GateGradients through_time(const Recurrence& of, int64_t direction, const Tensor& input, const Sequence& in,
                            const Steps& steps, const OutputGradients& grads, bool wants_input);
 
+struct Walk {  // the order of the steps, and their rows of what is [T, B, *]
+  int64_t steps, rows, width;
+  bool backwards;
+  const int64_t* sizes;  // null: all rows at every step
+
+  int64_t at(int64_t k) const {
+    return backwards ? steps - 1 - k : k;
+  }
+  int64_t size(int64_t t) const {
+    return sizes ? sizes[t] : rows;
+  }
+  Tensor first(const Tensor& all, int64_t t) const {  // a step's rows of [B, *]: of packed sequences, those that go on
+    return all.narrow(0, 0, size(t));
+  }
+  Tensor of(const Tensor& all, int64_t t) const {
+    return first(all[t], t);
+  }
+  // The step before, or after it, for row b: -1 where there is none.
+  int64_t before(int64_t t, int64_t b) const {
+    return among(backwards ? t + 1 : t - 1, b);
+  }
+  int64_t after(int64_t t, int64_t b) const {
+    return among(backwards ? t - 1 : t + 1, b);
+  }
+  int64_t among(int64_t t, int64_t b) const {
+    return t >= 0 && t < steps && b < size(t) ? t : -1;
+  }
+  // f(begin, end): the rows among which threads share all steps, enough of them to make a product of
+  template <class F>
+  void each_part(const F& f) const {
+    constexpr int64_t kRows = 8, kElements = 1 << 15;
+    at::parallel_for(0, rows, std::max(kRows, kElements / std::max<int64_t>(1, steps * width)), f);
+  }
+  template <class F>
+  void each_row(int64_t begin, int64_t end, const F& f) const {  // of a step
+    const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, width));
+    at::parallel_for(begin, end, grain, [&](int64_t first, int64_t last) {
+      for (int64_t b = first; b < last; ++b) f(b);
+    });
+  }
+};
+
 // The same on any device; input, weights and gradients in float32 at least.
-GateGradients by_operators(const Recurrence& of, bool backwards, const Weights& w, const Tensor& input,
+GateGradients by_operators(const Recurrence& of, const Walk& walk, const Weights& w, const Tensor& input,
                            const Steps& steps, const Tensor& first_cell, const OutputGradients& grads,
                            bool wants_input);
 extern bool operators_everywhere;  // on a CPU too: for tests

@@ -13,13 +13,6 @@
 namespace torchgradx {
 namespace {
 
-void activate(const Tensor& gates) {  // of an LSTM: input, forget, cell, output
-  const int64_t h = gates.size(-1) / 4;
-  gates.narrow(-1, 0, 2 * h).sigmoid_();
-  gates.narrow(-1, 2 * h, h).tanh_();
-  gates.narrow(-1, 3 * h, h).sigmoid_();
-}
-
 template <class T>
 struct View {  // [T, B, *]
   T* data = nullptr;
@@ -33,42 +26,6 @@ struct View {  // [T, B, *]
   }
   T* at(int64_t t, int64_t b) const {
     return data + t * step + b * row;
-  }
-};
-
-struct Walk {  // the order of the steps
-  int64_t steps, rows, width;
-  bool backwards;
-  const int64_t* sizes;  // null: all rows at every step
-
-  int64_t at(int64_t k) const {
-    return backwards ? steps - 1 - k : k;
-  }
-  int64_t size(int64_t t) const {
-    return sizes ? sizes[t] : rows;
-  }
-  // The step before, or after it, for row b: -1 where there is none.
-  int64_t before(int64_t t, int64_t b) const {
-    return among(backwards ? t + 1 : t - 1, b);
-  }
-  int64_t after(int64_t t, int64_t b) const {
-    return among(backwards ? t - 1 : t + 1, b);
-  }
-  int64_t among(int64_t t, int64_t b) const {
-    return t >= 0 && t < steps && b < size(t) ? t : -1;
-  }
-  // f(begin, end): the rows among which threads share all steps, enough of them to make a product of
-  template <class F>
-  void each_part(const F& f) const {
-    constexpr int64_t kRows = 8, kElements = 1 << 15;
-    at::parallel_for(0, rows, std::max(kRows, kElements / std::max<int64_t>(1, steps * width)), f);
-  }
-  template <class F>
-  void each_row(int64_t begin, int64_t end, const F& f) const {  // of a step
-    const int64_t grain = std::max<int64_t>(1, 8192 / std::max<int64_t>(1, width));
-    at::parallel_for(begin, end, grain, [&](int64_t first, int64_t last) {
-      for (int64_t b = first; b < last; ++b) f(b);
-    });
   }
 };
 
@@ -213,7 +170,10 @@ bool operators_everywhere = false;
 Tensor lstm_gates(const Weights& w, const Tensor& input, const Tensor& previous) {
   const Tensor gates = at::linear(input.contiguous(), w.ih, maybe(w.ih_bias));
   gates.add_(at::linear(previous, w.hh, maybe(w.hh_bias)));
-  activate(gates);
+  const int64_t h = gates.size(-1) / 4;  // of input, forget, cell, output
+  gates.narrow(-1, 0, 2 * h).sigmoid_();
+  gates.narrow(-1, 2 * h, h).tanh_();
+  gates.narrow(-1, 3 * h, h).sigmoid_();
   return gates;
 }
 
@@ -225,11 +185,11 @@ GateGradients through_time(const Recurrence& of, int64_t direction, const Tensor
   const Tensor x = widened(input), c = in.cell.defined() ? widened(in.cell[direction]).contiguous() : Tensor();
   const Tensor states = widened(grads.states);  // rows may lie in any order, as those of a batch_first module
   const OutputGradients g{states.stride(2) == 1 ? states : states.contiguous(), grads.last, grads.cell};
-  if (!x.is_cpu() || operators_everywhere) return by_operators(of, direction == 1, w, x, steps, c, g, wants_input);
   const Tensor& sizes = of.packing.batch_sizes;
   const int64_t gates = of.cell == Cell::kLstm ? 4 : of.cell == Cell::kGru ? 3 : 1;
   const Walk walk{x.size(0), x.size(1), w.ih.size(0) / gates, direction == 1,
                   sizes.defined() ? sizes.const_data_ptr<int64_t>() : nullptr};
+  if (!x.is_cpu() || operators_everywhere) return by_operators(of, walk, w, x, steps, c, g, wants_input);
   return x.scalar_type() == at::kDouble ? walked<double>(of, walk, w, x, steps, c, g, wants_input)
                                         : walked<float>(of, walk, w, x, steps, c, g, wants_input);
 }

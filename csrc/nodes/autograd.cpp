@@ -54,8 +54,8 @@ Tensor attached(const c10::intrusive_ptr<Use>& use, const Tensor& input, const T
   const auto node = make_node<LayerNode>();
   node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
   node->use = use;
-  if (use->wants_weight || layer.reads_input()) node->input = SavedVariable(input, /*is_output=*/false);
-  if (input.requires_grad() || layer.reads_input()) node->weight = SavedVariable(weight, /*is_output=*/false);
+  if (use->wants_weight || layer.reads_input) node->input = SavedVariable(input, /*is_output=*/false);
+  if (input.requires_grad() || layer.reads_input) node->weight = SavedVariable(weight, /*is_output=*/false);
   const Tensor output = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     const at::NoGradGuard no_grad;
@@ -81,27 +81,21 @@ Tensor of_its_own(const Tensor& t) {
 }
 
 Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-            const std::optional<Tensor>& bias, Saved saved) {
+            const std::optional<Tensor>& bias) {
   const Layer& layer = *site->layer;
+  Saved saved;
   const auto use = layer.batched(input) ? begin_use(site, input, weight, bias) : nullptr;
   if (!use) return {};
-  const Tensor x = layer.enter(input), w = layer.enter_weight(weight);
+  const Tensor x = layer.enter(input), w = layer.lifted(weight);
   const bool autocast = at::autocast::is_autocast_enabled(input.device().type());
-  Tensor output;
-  if (has_tangent(x) || has_tangent(w) || (bias && has_tangent(*bias))) {
-    output = layer.leave(layer.forward(x, w, bias, saved));
+  if ((autocast && !layer.lowered) || has_tangent(x) || has_tangent(w) || (bias && has_tangent(*bias))) {
+    const Tensor output = layer.leave(layer.forward(x, w, bias, saved));
     listen(use, {input, saved.mean, saved.rstd}, weight, output);
-    return output;
+    return of_its_own(output);
   }
-  if (autocast && layer.lowered()) {
-    output = attached(use, cast(x), cast(w), bias ? std::optional<Tensor>(cast(*bias)) : std::nullopt, saved);
-  } else if (!autocast) {
-    output = attached(use, x, w, bias, saved);
-  } else {
-    output = layer.forward(x, w, bias, saved);
-    listen(use, {x, saved.mean, saved.rstd}, w, output);
-  }
-  return of_its_own(layer.leave(output));
+  const auto given = [&](const Tensor& t) { return autocast ? cast(t) : t; };
+  const auto b = bias ? std::optional<Tensor>(given(*bias)) : std::nullopt;
+  return of_its_own(layer.leave(attached(use, given(x), given(w), b, saved)));
 }
 
 }  // namespace torchgradx

@@ -58,7 +58,7 @@ struct Tap : torch::autograd::FunctionPreHook {
     const Layer& layer = *use->site->layer;
     const Recorder& recorder = *use->site->recorder;  // of a weight, an audit and clipping ask for the shape
     const Tensor w = recorder.auditing || recorder.keeps_tape ? at::zeros({1}, dtype).expand(weight) : Tensor();
-    use->record({x.defined() ? layer.enter(x) : x, mean, rstd}, w, layer.enter_grad(g), /*received=*/true);
+    use->record({x.defined() ? layer.enter(x) : x, mean, rstd}, w, layer.lifted(g), /*received=*/true);
     return grads;
   }
 };
@@ -94,7 +94,7 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
   const bool heard = watching() || c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (heard && site->recorder->depth() > 0) {
     py::gil_scoped_acquire gil;
-    site->recorder->site_called()(site->index, input);
+    site->recorder->site_called.function(site->index, input);
   }
   const int64_t index = pass->call(site->index, slots, sizes.value_or(input.sizes()));
   if (!at::GradMode::is_enabled()) return {};
@@ -103,10 +103,8 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
 
 c10::intrusive_ptr<Use> use_in_graph(const std::shared_ptr<Site>& site, const std::shared_ptr<Pass>& pass,
                                      const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const auto trained = [&](int64_t parameter) {  // what a graph is given need not say so
-    return std::find(pass->trainable.begin(), pass->trainable.end(), parameter) != pass->trainable.end();
-  };
-  const bool wants_weight = trained(site->weight), wants_bias = bias.has_value() && trained(site->bias);
+  const bool wants_weight = contains(pass->trainable, site->weight);  // what a graph is given need not say so
+  const bool wants_bias = bias.has_value() && contains(pass->trainable, site->bias);
   const auto slots = slots_of(*site, wants_weight, weight, wants_bias, bias);
   if (slots.empty()) return {};
   const at::AutoGradMode enable(true);
@@ -126,7 +124,7 @@ void listen(const c10::intrusive_ptr<Use>& use, const Saved& saved, const Tensor
   use->pass->watch(use->index, made);
   made.grad_fn()->add_pre_hook(std::make_unique<Tap>(use->wants_weight ? saved : Saved{}, use, &*made.grad_fn(),
                                                      made.output_nr(), output.sizes(),
-                                                     use->site->layer->enter_weight(weight)));
+                                                     use->site->layer->lifted(weight)));
 }
 
 void tap(const std::shared_ptr<Site>& site, const Saved& saved, const Tensor& weight, const std::optional<Tensor>& bias,

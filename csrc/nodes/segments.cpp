@@ -54,7 +54,8 @@ Tensor Segments::by_sample(const Tensor& flat, int64_t n) const {
 }
 
 Tensor Segments::sq_norms(const Tensor& activations, const Tensor& grad_output,
-                          const std::vector<Algorithm>& algorithms) const {
+                          const std::vector<int64_t>& algorithms) const {
+  static const LayerPtr linear = linear_layer(/*transposed=*/false);
   const Tensor a = sorted(activations).narrow(0, 0, owned()), b = sorted(grad_output).narrow(0, 0, owned());
   if (runs.size() > 1)
     if (const auto made = segments_fused(a, b, starts, longest, /*weight=*/false, /*bias=*/false); !made.empty())
@@ -63,10 +64,7 @@ Tensor Segments::sq_norms(const Tensor& activations, const Tensor& grad_output,
   for (size_t k = 0; k < runs.size(); ++k) {
     const auto& [first, count, length, samples] = runs[k];
     const auto of_run = [&](const Tensor& t) { return t.narrow(0, first, count * length).view({count, length, -1}); };
-    const auto sq = [&](const auto& of) { return of(of_run(a), of_run(b), /*bias=*/false)[0]; };
-    found.push_back(algorithms[k] == Algorithm::kRank1  ? sq(rank1_sq_norms)
-                    : algorithms[k] == Algorithm::kGram ? sq(gram_sq_norms)
-                                                        : sq(direct_sq_norms));
+    found.push_back(linear->sq_norms({of_run(a), of_run(b)}, static_cast<Algorithm>(algorithms[k]), /*bias=*/false)[0]);
   }
   return at::cat(found);
 }
@@ -88,6 +86,11 @@ std::optional<FlatUse> flat_use(const Segments& segments, const Saved& saved, co
     *to = sorts ? segments.sorted(*rows) : *rows;
   }
   return use;
+}
+
+std::optional<Operands> by_row(const Layer& layer, const Segments& segments, const std::optional<FlatUse>& flat) {
+  if (!flat) return std::nullopt;
+  return layer.operands(flat->saved, flat->grad_output, segments.rows(), Layout::kBatch);
 }
 
 Algorithm Use::plan_of_run(int64_t count, int64_t length, const Tensor& operand) const {
@@ -169,63 +172,16 @@ std::optional<Gradients> Use::fuse_segments(const Segments& segments, const Save
                                             const Tensor& grad_output) {
   const at::NoGradGuard no_grad;
   const Layer& layer = *site->layer;
-  if (layer.makes_input() || !fuses_runs(segments, grad_output)) return std::nullopt;
+  if (layer.makes_input || !fuses_runs(segments, grad_output)) return std::nullopt;
   const auto flat = flat_use(segments, saved, grad_output, /*sorts=*/false);
-  const auto by_row = flat ? layer.operands(flat->saved, flat->grad_output, segments.rows(), Layout::kBatch)
-                           : std::optional<Operands>();
-  if (!by_row || !layer.fuses(*by_row, weight)) return std::nullopt;
+  const auto rows = by_row(layer, segments, flat);
+  if (!rows || !layer.fuses(*rows, weight)) return std::nullopt;
   const auto sorted = segments.order.defined() ? flat_use(segments, saved, grad_output, /*sorts=*/true) : flat;
   Gradients gradients;
   finish(norms_of_runs(segments, *sorted, weight, wants_bias, &gradients));
-  serve_rows(segments, *by_row, saved, weight, grad_output);
-  if (receives() && site->recorder->auditing) audit(*by_row, gradients, grad_output);
+  serve(*rows, saved, weight, grad_output);
+  if (receives() && site->recorder->auditing) audit(*rows, gradients, grad_output);
   return gradients;
-}
-
-void Use::record_segments(const std::shared_ptr<Segments>& shared, const Saved& saved, const Tensor& weight,
-                          const Tensor& grad_output, bool received) {
-  const Segments& segments = *shared;
-  const Layer& layer = *site->layer;
-  const auto flat = flat_use(segments, wants_weight ? saved : Saved{}, grad_output, /*sorts=*/false);
-  const auto by_row = flat ? layer.operands(flat->saved, flat->grad_output, segments.rows(), Layout::kBatch)
-                           : std::optional<Operands>();
-  if (!by_row || by_row->images != 1) {
-    site->recorder->refuse(site->index,
-                           text("not_found", kField, "n=", pass->n, kField, "shape=", grad_output.sizes()));
-    return;
-  }
-  serve_rows(segments, *by_row, saved, weight, grad_output);
-  if (site->recorder->auditing && received) {
-    Gradients gradients;
-    if (wants_weight) gradients = layer.backward(saved, weight, grad_output, {false, true, false});
-    if (wants_bias) gradients.bias = layer.bias_rows(*by_row).sum(at::IntArrayRef({0, 1}));
-    audit(*by_row, gradients, grad_output);
-  }
-  const bool keep_weight = waits_for_weight(), keep_bias = waits_for_bias();
-  const bool bias_now = wants_bias && !keep_bias;
-  if (wants_weight && !keep_weight) {
-    const auto sorted = segments.order.defined() ? flat_use(segments, saved, grad_output, /*sorts=*/true) : flat;
-    const Tensor sq = norms_of_runs(segments, *sorted, weight, bias_now, nullptr);
-    pass->finish(site->weight, sq, 0, site->weight_rows.parts);
-    if (bias_now) pass->finish(site->bias, sq, 1, site->bias_rows.parts);
-  } else if (bias_now) {
-    const Tensor by_sample = segments.by_sample(layer.bias_rows(*by_row).sum(1), pass->n);
-    pass->finish(site->bias, by_sample.square().sum(1), 0, site->bias_rows.parts);
-  }
-  if (keep_weight) {
-    if (const auto gradients = layer.weight_gradients(*by_row))
-      pass->add(site->weight, {-1, Tensor(), segments.by_sample(*gradients, pass->n)});
-    else
-      pass->add(site->weight, {site->index,
-                               flat->saved.input.detach(),
-                               among(flat->grad_output, site->weight_rows, -1),
-                               {Version(saved.input), Version(grad_output)},
-                               shared});
-  }
-  if (keep_bias) {
-    const Tensor by_sample = segments.by_sample(layer.bias_rows(*by_row).sum(1), pass->n);
-    pass->add(site->bias, {-1, Tensor(), among(by_sample, site->bias_rows, -1)});
-  }
 }
 
 }  // namespace torchgradx

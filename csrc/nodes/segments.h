@@ -36,7 +36,7 @@ struct Segments {
   // [N, *]: sums over the rows [rows, *] of each sample.
   Tensor by_sample(const Tensor& flat, int64_t n) const;
   // [samples]: the squared norms of sums of outer products, of rows [rows, *]; an algorithm for each run.
-  Tensor sq_norms(const Tensor& activations, const Tensor& grad_output, const std::vector<Algorithm>& algorithms) const;
+  Tensor sq_norms(const Tensor& activations, const Tensor& grad_output, const std::vector<int64_t>& algorithms) const;
 };
 
 // What a use saved, and its output's gradient, row by row.
@@ -46,5 +46,7 @@ struct FlatUse {
   FlatUse narrowed(int64_t first, int64_t count) const;
 };
 std::optional<FlatUse> flat_use(const Segments& segments, const Saved& saved, const Tensor& grad_output, bool sorts);
+// Each row as a sample; nothing where these are no rows.
+std::optional<Operands> by_row(const Layer& layer, const Segments& segments, const std::optional<FlatUse>& flat);
 
 }  // namespace torchgradx

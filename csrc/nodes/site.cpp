@@ -11,22 +11,6 @@
 #include <algorithm>
 
 namespace torchgradx {
-namespace {
-
-double epsilon(const Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kDouble:
-      return std::numeric_limits<double>::epsilon();
-    case at::kHalf:
-      return std::ldexp(1.0, -10);
-    case at::kBFloat16:
-      return std::ldexp(1.0, -7);
-    default:
-      return std::numeric_limits<float>::epsilon();
-  }
-}
-
-}  // namespace
 
 Tensor among(const Tensor& t, const Rows& rows, int64_t dim) {
   if (rows.parts == 1) return t;
@@ -54,7 +38,9 @@ std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Save
     if (grad_output.any().item<bool>()) recorder->refuse(index, "no_output");
     return std::nullopt;
   }
-  const auto operands = layer->operands(saved, grad_output, pass.n, how);
+  const auto segments = segments_of(pass, use);
+  const auto operands = segments ? by_row(*layer, *segments, flat_use(*segments, saved, grad_output, /*sorts=*/false))
+                                 : layer->operands(saved, grad_output, pass.n, how);
   if (!operands) {
     recorder->refuse(index, text("not_found", kField, "n=", pass.n, kField, "shape=", grad_output.sizes()));
   }
@@ -110,10 +96,7 @@ bool Use::waits_for_bias() const {
 }
 
 bool Use::receives() const {
-  const auto hooked = [&](int64_t parameter) {
-    return std::find(pass->hooked.begin(), pass->hooked.end(), parameter) != pass->hooked.end();
-  };
-  return site->weight_grad || (!pass->hooked.empty() && (hooked(site->weight) || hooked(site->bias)));
+  return site->weight_grad || contains(pass->hooked, site->weight) || contains(pass->hooked, site->bias);
 }
 
 bool Use::fuses_alone(int64_t positions, const Tensor& operand) const {
@@ -130,12 +113,12 @@ bool Use::keeps_gradients(const Operands& operands) const {
 
 void Use::finish(const Tensor& sq_norms) {
   pass->finish(site->weight, sq_norms, 0, site->weight_rows.parts);
-  if (wants_bias) pass->finish(site->bias, sq_norms, 1, site->bias_rows.parts);
+  if (sq_norms.size(0) > 1) pass->finish(site->bias, sq_norms, 1, site->bias_rows.parts);
 }
 
 // What is recorded, to be held against what the parameters receive.
 void Use::audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output) {
-  const double size = norm_of(grad_output) * epsilon(grad_output);
+  const double size = norm_of(grad_output) * epsilon(grad_output.scalar_type());
   const auto kept = [&](const Tensor& whole, const Rows& rows) {
     const Tensor gradient = among(whole, rows, 0);
     return pass->in_graph ? gradient.clone() : gradient;  // its memory serves again there
@@ -151,15 +134,6 @@ void Use::audit(const Operands& operands, const Gradients& gradients, const Tens
                                size * std::sqrt(static_cast<double>(grad_output.numel())) * length);
 }
 
-namespace {
-
-// Each sample's images as one; nothing where that has no form.
-std::optional<Operands> joined_of(const Layer& layer, const Operands& operands) {
-  return operands.images == 1 ? operands : layer.one_image(operands);
-}
-
-}  // namespace
-
 void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, bool received) {
   const at::NoGradGuard no_grad;
   const Layer& layer = *site->layer;
@@ -167,11 +141,8 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   Tensor& input = saved.input;
   if (input.defined() && input.is_floating_point() && input.scalar_type() != grad_output.scalar_type())
     input = input.to(grad_output.scalar_type());
+  const auto segments = site->segments_of(*pass, index);
   std::optional<at::AutoDispatchBelowADInplaceOrView> below(std::in_place);  // nothing recorded is differentiated
-  if (const auto segments = site->segments_of(*pass, index)) {
-    below.reset();
-    return record_segments(segments, saved, weight, grad_output, received);
-  }
   const auto operands = site->operands(*pass, index, wants_weight ? saved : Saved{}, grad_output);
   if (!operands) return;
   below.reset();
@@ -184,80 +155,77 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
   below.emplace();
   // A sample of several uses is one sum: its norm must wait until all of it is there. So must several images that the
   // layer cannot join.
-  const auto joined = waits_for_weight() || waits_for_bias() ? std::nullopt : joined_of(layer, *operands);
+  const auto joined = waits_for_weight() || waits_for_bias() ? std::nullopt : layer.one_image(*operands);
   const Operands& whole_sample = joined ? *joined : *operands;
   const bool keep_weight = wants_weight && (whole_sample.images > 1 || waits_for_weight());
   const bool keep_bias = wants_bias && (whole_sample.images > 1 || waits_for_bias());
   const bool bias_now = wants_bias && !keep_bias;
-  Tensor by_sample;
+  Tensor gradients;
   if (wants_weight && !keep_weight) {
     Tensor sq;
-    if (bias_now == wants_bias && keeps_gradients(whole_sample))
-      std::tie(std::ignore, sq, by_sample) = layer.by_sample(whole_sample, weight, {false, true, bias_now});
+    if (segments)
+      sq =
+          norms_of_runs(*segments, *flat_use(*segments, saved, grad_output, /*sorts=*/true), weight, bias_now, nullptr);
+    else if (bias_now == wants_bias && keeps_gradients(whole_sample))
+      std::tie(std::ignore, sq, gradients) = layer.by_sample(whole_sample, weight, {false, true, bias_now});
     else
       sq = layer.sq_norms(whole_sample, site->plan(pass->n, layer.positions(whole_sample), grad_output), bias_now);
-    pass->finish(site->weight, sq, 0, site->weight_rows.parts);
-    if (bias_now) pass->finish(site->bias, sq, 1, site->bias_rows.parts);
+    finish(sq);
   } else if (bias_now) {
-    pass->finish(site->bias, bias_sq_norms(layer.bias_rows(whole_sample)), 0, site->bias_rows.parts);
+    const Tensor rows = layer.bias_rows(whole_sample);
+    const Tensor sq = segments ? segments->by_sample(rows.sum(1), pass->n).square().sum(1) : bias_sq_norms(rows);
+    pass->finish(site->bias, sq, 0, site->bias_rows.parts);
   }
   const auto kept = [&](const Tensor& t) { return borrows ? t.clone() : t; };
   const auto version = [&](const Tensor& t) { return borrows ? Version() : Version(t); };
-  const auto whole = [&](const Tensor& by_image) {  // [N K, *] -> [N, *]
-    return by_image.unflatten(0, {pass->n, operands->images}).sum(1);
-  };
   if (keep_weight) {
-    if (const auto gradients = layer.weight_gradients(*operands))
-      pass->add(site->weight, {-1, Tensor(), whole(widened(*gradients))});
-    else
+    if (const auto made = layer.weight_gradients(*operands)) {
+      pass->add(site->weight, {-1, Tensor(), by_sample(*made, operands->images)});
+    } else {
+      const auto [of, g] = segments ? *flat_use(*segments, saved, grad_output, /*sorts=*/false)
+                                    : FlatUse{{operands->activations}, operands->grad_output};
       pass->add(site->weight, {site->index,
-                               kept(operands->activations.detach()),  // not its graph
-                               kept(among(operands->grad_output, site->weight_rows, -1)),
-                               {version(input), version(grad_output)}});
+                               kept(of.input.detach()),  // not its graph
+                               kept(among(g, site->weight_rows, -1)),
+                               {version(input), version(grad_output)},
+                               segments});
+    }
   }
   if (keep_bias) {
-    const Tensor of_bias = whole(widened(layer.bias_rows(*operands)).sum(1));
+    const Tensor of_bias = by_sample(widened(layer.bias_rows(*operands)).sum(1), operands->images);
     pass->add(site->bias, {-1, Tensor(), among(of_bias, site->bias_rows, -1)});
   }
   below.reset();
-  serve(*operands, saved, weight, grad_output, by_sample);
+  serve(*operands, saved, weight, grad_output, gradients);
 }
 
 Gradients Use::gradients(const Saved& saved, const Tensor& weight, const Tensor& grad_output, Wanted wanted,
                          bool recorded) {
-  if (several_at_once() && site->layer->makes_input()) return site->layer->replayed(saved, weight, grad_output, wanted);
+  const Layer& layer = *site->layer;
+  if (several_at_once() && layer.makes_input) return layer.Layer::backward(saved, weight, grad_output, wanted);
   const bool received = !recorded || receives();
   if (!received) wanted.weight = wanted.bias = false;
-  if (!recorded || at::GradMode::is_enabled()) return site->layer->backward(saved, weight, grad_output, wanted);
+  if (!recorded || at::GradMode::is_enabled()) return layer.backward(saved, weight, grad_output, wanted);
   Saved laid = saved;
-  Tensor laid_grad = grad_output;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below;  // nothing recorded is differentiated
-    site->layer->lay_out(laid, weight, laid_grad);
-  }
-  if (received || site->layer->makes_input()) return record_fused(laid, weight, laid_grad, wanted.input);
-  record(laid, weight, laid_grad, received);
-  return site->layer->backward(laid, weight, laid_grad, wanted);
-}
-
-// Without weight_grad nothing but the input's gradient is asked for.
-Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input) {
-  const Layer& layer = *site->layer;
-  const bool received = receives();
+  Tensor g = grad_output;
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below(std::in_place);  // nothing recorded is differentiated
+  layer.lay_out(laid, weight, g);
+  const auto input_gradient = [&] { return layer.backward(laid, weight, g, {true, false, false}).input; };
   const bool alone = wants_weight && !waits_for_weight() && !waits_for_bias();
   const auto segments = site->segments_of(*pass, index);
   if (segments && received && alone) {
-    if (auto gradients = fuse_segments(*segments, saved, weight, grad_output)) {
-      if (wants_input) gradients->input = layer.backward(saved, weight, grad_output, {true, false, false}).input;
+    below.reset();
+    if (auto gradients = fuse_segments(*segments, laid, weight, g)) {
+      if (wanted.input) gradients->input = input_gradient();
       return *gradients;
     }
+    below.emplace();
   }
-  std::optional<at::AutoDispatchBelowADInplaceOrView> below(std::in_place);  // nothing fused is differentiated
-  const auto operands = alone && !segments ? site->operands(*pass, index, saved, grad_output) : std::nullopt;
-  const auto joined = operands ? joined_of(layer, *operands) : std::nullopt;
-  if (joined && layer.fuses(*joined, weight) &&
-      site->plan(pass->n, layer.positions(*joined), grad_output) == Algorithm::kFused) {
-    const Wanted all{wants_input, wants_weight, wants_bias};
+  const bool fuses = alone && !segments && (received || layer.makes_input);
+  const auto operands = fuses ? site->operands(*pass, index, laid, g) : std::nullopt;
+  const auto joined = operands ? layer.one_image(*operands) : std::nullopt;
+  if (joined && layer.fuses(*joined, weight) && site->plan(pass->n, layer.positions(*joined), g) == Algorithm::kFused) {
+    const Wanted all{wanted.input, wants_weight, wants_bias};
     Gradients gradients;
     Tensor sq, by_sample;
     if (keeps_gradients(*joined)) {
@@ -268,17 +236,16 @@ Gradients Use::record_fused(const Saved& saved, const Tensor& weight, const Tens
     } else {
       std::tie(gradients, sq) = layer.fused(*joined, weight, all);
     }
-    if (wants_input && !layer.makes_input())
-      gradients.input = layer.backward(saved, weight, grad_output, {true, false, false}).input;
+    if (wanted.input && !layer.makes_input) gradients.input = input_gradient();
     finish(sq);
-    serve(*operands, saved, weight, grad_output, by_sample);
-    if (received && site->recorder->auditing) audit(*operands, gradients, grad_output);
+    serve(*operands, laid, weight, g, by_sample);
+    if (received && site->recorder->auditing) audit(*operands, gradients, g);
     return received ? gradients : Gradients{gradients.input};
   }
   below.reset();
-  const Wanted wanted{wants_input, received && wants_weight, received && wants_bias};
-  const Gradients gradients = layer.backward(saved, weight, grad_output, wanted);
-  record(saved, weight, grad_output, received);
+  const Gradients gradients =
+      layer.backward(laid, weight, g, {wanted.input, received && wants_weight, received && wants_bias});
+  record(laid, weight, g, received);
   return gradients;
 }
 

@@ -7,7 +7,6 @@
 #include "../record/pass.h"
 #include "segments.h"
 
-#include <functional>
 #include <map>
 
 namespace torchgradx {
@@ -72,19 +71,15 @@ struct Use : torch::CustomClassHolder {
                       bool recorded);
 
  private:
-  // The gradients, and the norms from the same pass where a kernel has it.
-  Gradients record_fused(const Saved& saved, const Tensor& weight, const Tensor& grad_output, bool wants_input);
   void audit(const Operands& operands, const Gradients& gradients, const Tensor& grad_output);
   // What else the pass asks of a use: to be kept for clipping, and the products with its directions. `gradients`: the
   // samples' own, kept in place of the operands where they are there.
   void serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
              const Tensor& gradients = {});
-  void serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
-             const Tensor& gradients, const std::function<Tensor(const Tensor&)>& by_sample);
   bool keeps_gradients(const Operands& operands) const;
-  // The same of rows that are not n*T+t: segments.cpp. `by_row`: each row as a sample.
-  void record_segments(const std::shared_ptr<Segments>& segments, const Saved& saved, const Tensor& weight,
-                       const Tensor& grad_output, bool received);
+  // [N, *]: sums over a sample's images [N K, *], or its rows, in the wider type
+  Tensor by_sample(const Tensor& t, int64_t images) const;
+  // Of rows that are not n*T+t: segments.cpp.
   std::optional<Gradients> fuse_segments(const Segments& segments, const Saved& saved, const Tensor& weight,
                                          const Tensor& grad_output);  // or nothing, where no kernel makes both
   Tensor norms_of_runs(const Segments& segments, const FlatUse& sorted, const Tensor& weight, bool bias,
@@ -92,8 +87,6 @@ struct Use : torch::CustomClassHolder {
   bool fuses_runs(const Segments& segments, const Tensor& grad_output) const;
   bool fuses_at_once(const Segments& segments, const Tensor& grad_output) const;
   Algorithm plan_of_run(int64_t count, int64_t length, const Tensor& operand) const;
-  void serve_rows(const Segments& segments, const Operands& by_row, const Saved& saved, const Tensor& weight,
-                  const Tensor& grad_output);
   bool waits_for_weight() const;
   bool waits_for_bias() const;
 };
@@ -142,7 +135,7 @@ Tensor of_its_own(const Tensor& t);
 // The layer's forward, with a backward that also records; undefined where there is nothing to record, and the
 // framework's own is to run: as it does once the probe has left.
 Tensor call(const std::shared_ptr<Site>& site, const Tensor& input, const Tensor& weight,
-            const std::optional<Tensor>& bias, Saved saved);  // `saved`: statistics that are the module's own
+            const std::optional<Tensor>& bias);
 // A layer of a recurrent module likewise. A site for each W_ih, W_hh and W_hr, direction by direction.
 struct Gathered {  // by a backward: by site, what its weight met and the gradient there, [N, T, I] and [N, T, O]
   std::vector<std::optional<std::pair<Tensor, Tensor>>> operands;

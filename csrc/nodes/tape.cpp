@@ -49,11 +49,8 @@ bool TapeEntry::intact() const {
 std::vector<Tensor> TapeEntry::weighted(const Tensor& factors, const std::vector<int64_t>& parameters) const {
   const at::NoGradGuard no_grad;
   if (!site_) return {affine_sum(gradients_, factors, gradients_.scalar_type())};
-  const auto asked = [&](int64_t parameter) {
-    return std::find(parameters.begin(), parameters.end(), parameter) != parameters.end();
-  };
   const Layer& layer = *site_->layer;
-  const Wanted wanted{false, asked(site_->weight), asked(site_->bias)};
+  const Wanted wanted{false, contains(parameters, site_->weight), contains(parameters, site_->bias)};
   std::vector<Tensor> found;
   const auto give = [&](const Gradients& made) {
     if (wanted.weight) found.push_back(among(made.weight, site_->weight_rows, 0));
@@ -64,8 +61,8 @@ std::vector<Tensor> TapeEntry::weighted(const Tensor& factors, const std::vector
   // For a bias alone the input may not have been kept.
   const Saved saved = wanted.weight ? saved_ : Saved{};
   const auto rows = segments_ ? flat_use(*segments_, saved, grad_output_, /*sorts=*/false) : std::nullopt;
-  const Operands o = rows ? *layer.operands(rows->saved, rows->grad_output, segments_->rows(), Layout::kBatch)
-                          : *layer.operands(saved, grad_output_, factors.numel(), layout_);
+  const Operands o =
+      rows ? *by_row(layer, *segments_, rows) : *layer.operands(saved, grad_output_, factors.numel(), layout_);
   const Tensor scale = rows ? at::constant_pad_nd(factors, {0, 1}).index_select(0, segments_->owners)
                             : (o.images == 1 ? factors : factors.repeat_interleave(o.images));
   Gradients made;
@@ -86,25 +83,18 @@ void Pass::add_dots(const Tensor& more) {
   for (Tensor before = exchanged(); before.defined(); before = exchanged()) sum = before + sum.to(before.device());
 }
 
+Tensor Use::by_sample(const Tensor& t, int64_t images) const {
+  if (const auto segments = site->segments_of(*pass, index)) return segments->by_sample(t, pass->n);
+  return widened(t).unflatten(0, {pass->n, images}).sum(1);
+}
+
 void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
                 const Tensor& gradients) {
-  serve(operands, saved, weight, grad_output, gradients, [&](const Tensor& by_image) {  // [N K]
-    return by_image.unflatten(0, {pass->n, operands.images}).sum(1);
-  });
-}
-
-void Use::serve_rows(const Segments& segments, const Operands& by_row, const Saved& saved, const Tensor& weight,
-                     const Tensor& grad_output) {
-  serve(by_row, saved, weight, grad_output, {}, [&](const Tensor& dots) { return segments.by_sample(dots, pass->n); });
-}
-
-void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
-                const Tensor& gradients, const std::function<Tensor(const Tensor&)>& by_sample) {
   const auto direction = [&](int64_t parameter) {
     const bool given = !pass->directions.empty() && pass->directions[parameter];
     return given ? *pass->directions[parameter] : Tensor();
   };
-  const auto add = [&](const Tensor& dots) { pass->add_dots(by_sample(dots)); };
+  const auto add = [&](const Tensor& dots) { pass->add_dots(by_sample(dots, operands.images)); };
   if (const Tensor v = wants_weight ? direction(site->weight) : Tensor(); v.defined())
     add(site->layer->weight_dots(operands, of_part(v, site->weight_rows)));
   if (const Tensor v = wants_bias ? direction(site->bias) : Tensor(); v.defined())

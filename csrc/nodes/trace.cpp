@@ -166,14 +166,8 @@ TORCH_LIBRARY_FRAGMENT(torchgradx, m) {
   m.def(
       "trace_backward(Tensor grad_output, Tensor input, Tensor weight, Tensor? bias, Tensor token, str use, "
       "bool[3] wanted) -> (Tensor, Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(torchgradx, CPU, m) {
-  m.impl("trace_layer", torchgradx::trace_layer);
-  m.impl("trace_backward", torchgradx::trace_backward);
-}
-
-TORCH_LIBRARY_IMPL(torchgradx, CUDA, m) {
-  m.impl("trace_layer", torchgradx::trace_layer);
-  m.impl("trace_backward", torchgradx::trace_backward);
+  for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
+    m.impl("trace_layer", torch::dispatch(key, torchgradx::trace_layer));
+    m.impl("trace_backward", torch::dispatch(key, torchgradx::trace_backward));
+  }
 }

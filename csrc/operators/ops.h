@@ -128,12 +128,6 @@ OPERATOR(turned, Tensor(const Tensor& input));
 OPERATOR(gather_sq_norms, Tensor(const Tensor& indices,                 // [N, T], int32 or int64
                                  const Tensor& grad_output,             // [N, T, D]
                                  std::optional<int64_t> padding_idx));  // rows that count nothing
-// <E_n, H_n>, with E_n the gradient of a table [V, D] looked up by id and H_n that of a Linear of the same weight
-OPERATOR(gather_dots, Tensor(const Tensor& indices,                 // [N, T]
-                             const Tensor& grad_rows,               // [N, T, D], of the rows looked up
-                             const Tensor& activations,             // [N, S, D], the Linear's
-                             const Tensor& grad_output,             // [N, S, V]
-                             std::optional<int64_t> padding_idx));  // -> [N]
 
 #undef OPERATOR
 

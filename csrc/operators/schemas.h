@@ -41,6 +41,8 @@ inline void define_operators(torch::Library& m) {
   m.def("moments(Tensor input, float eps, bool centred, bool over_positions) -> (Tensor, Tensor)");
   m.def("turned(Tensor input) -> Tensor");
   m.def("gather_sq_norms(Tensor indices, Tensor grad_output, int? padding_idx) -> Tensor");
+  // [N]: <E_n, H_n>, with E_n the gradient of a table [V, D] looked up at indices [N, T], grad_rows [N, T, D], and H_n
+  // that of a Linear of the same weight, of activations [N, S, D] and grad_output [N, S, V].
   m.def(
       "gather_dots(Tensor indices, Tensor grad_rows, Tensor activations, Tensor grad_output, int? padding_idx) "
       "-> Tensor");

@@ -31,7 +31,7 @@ struct Gate : torch::autograd::FunctionPreHook {
     // The user's hooks that follow what is accumulated are called where nothing is, too.
     if (of->shields ? has_pass && node->tensor_post_acc_grad_hooks() : !has_pass && grads[0].defined()) {
       py::gil_scoped_acquire gil;
-      of->received()(parameter, grads[0]);
+      of->received.function(parameter, grads[0]);
     }
     return of->shields && has_pass ? variable_list(1) : grads;
   }
@@ -63,13 +63,14 @@ void Recorder::count(int64_t task, int64_t parameter, int64_t edges) {
   tally(task).balance[parameter] += edges;
 }
 
-namespace {
-
-void add(std::vector<Refusal>& refusals, const Refusal& refusal) {
-  if (std::find(refusals.begin(), refusals.end(), refusal) == refusals.end()) refusals.push_back(refusal);
+void Tally::refuse(const Refusal& refusal) {
+  if (!contains(refusals, refusal)) refusals.push_back(refusal);
 }
 
-}  // namespace
+void Tally::add(const Tally& more) {
+  for (size_t p = 0; p < balance.size(); ++p) balance[p] += more.balance[p];
+  for (const Refusal& refusal : more.refusals) refuse(refusal);
+}
 
 void Recorder::refuse(int64_t site, const std::string& cause) {
   const int64_t task = get_current_graph_task_id();
@@ -79,25 +80,21 @@ void Recorder::refuse(int64_t site, const std::string& cause) {
   };
   if (!opened()) {
     py::gil_scoped_acquire gil;
-    began()(py::none());
+    began.function(py::none());
   }
   const std::lock_guard<std::mutex> lock(mutex);
   refuse_locked(site, cause);
 }
 
 void Recorder::refuse_locked(int64_t site, const std::string& cause) {
-  add(tally(get_current_graph_task_id()).refusals, {site, cause});
+  tally(get_current_graph_task_id()).refuse({site, cause});
 }
 
 void Recorder::merge(const std::vector<int64_t>& tasks) {
   {
     const std::lock_guard<std::mutex> lock(mutex);
     Tally& whole = tally(-1);
-    for (const int64_t task : tasks) {
-      const Tally& ended = tally(task);
-      for (int64_t p = 0; p < parameters; ++p) whole.balance[p] += ended.balance[p];
-      for (const Refusal& refusal : ended.refusals) add(whole.refusals, refusal);
-    }
+    for (const int64_t task : tasks) whole.add(tally(task));
   }
   drop(tasks);
 }
@@ -108,26 +105,16 @@ void Recorder::drop(const std::vector<int64_t>& tasks) {
   for (const int64_t task : tasks) tallies_.erase(task);
   for (auto entry = recorded_.begin(); entry != recorded_.end();) {
     const auto next = std::next(entry);
-    if (std::find(tasks.begin(), tasks.end(), entry->first.first) != tasks.end())
-      dropped.push_back(recorded_.extract(entry));
+    if (contains(tasks, entry->first.first)) dropped.push_back(recorded_.extract(entry));
     entry = next;
   }
 }
 
-std::vector<int64_t> Recorder::balance() const {
+Tally Recorder::whole() const {
   const std::lock_guard<std::mutex> lock(mutex);
-  std::vector<int64_t> sum(parameters, 0);
-  for (const auto& [task, tally] : tallies_)
-    for (int64_t p = 0; p < parameters; ++p) sum[p] += tally.balance[p];
+  Tally sum{std::vector<int64_t>(parameters, 0), {}};
+  for (const auto& [task, tally] : tallies_) sum.add(tally);
   return sum;
-}
-
-std::vector<Refusal> Recorder::refusals() const {
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::vector<Refusal> all;
-  for (const auto& [task, tally] : tallies_)
-    for (const Refusal& refusal : tally.refusals) add(all, refusal);
-  return all;
 }
 
 void Recorder::clear() {
@@ -137,11 +124,11 @@ void Recorder::clear() {
 
 bool Recorder::audited(int64_t task) const {
   const std::lock_guard<std::mutex> lock(mutex);
-  return std::find(audited_.begin(), audited_.end(), task) != audited_.end();
+  return contains(audited_, task);
 }
 
 bool Recorder::audit(int64_t task) {
-  if (std::find(audited_.begin(), audited_.end(), task) != audited_.end()) return false;
+  if (contains(audited_, task)) return false;
   if (audited_.size() >= 64) audited_.erase(audited_.begin());
   audited_.push_back(task);
   return true;
@@ -181,7 +168,7 @@ std::vector<std::pair<int64_t, int64_t>> Recorder::untaken(const std::vector<int
   {
     const std::lock_guard<std::mutex> lock(mutex);
     for (const auto& [key, recorded] : recorded_)
-      if (std::find(tasks.begin(), tasks.end(), key.first) != tasks.end()) left.emplace_back(key, recorded.sum);
+      if (contains(tasks, key.first)) left.emplace_back(key, recorded.sum);
   }
   std::vector<std::pair<int64_t, int64_t>> untaken;
   for (const auto& [key, sum] : left)
@@ -192,7 +179,7 @@ std::vector<std::pair<int64_t, int64_t>> Recorder::untaken(const std::vector<int
 void Pass::enter(int64_t task, const Node* at) {
   {
     py::gil_scoped_acquire gil;
-    recorder->began()(shared_from_this());
+    recorder->began.function(shared_from_this());
   }
   const auto passes = recorder->living();
   const std::lock_guard<std::mutex> lock(recorder->mutex);

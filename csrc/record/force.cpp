@@ -127,11 +127,6 @@ std::optional<std::shared_ptr<Pass>> Recorder::original(const Node& node) const 
   return std::nullopt;
 }
 
-std::optional<std::shared_ptr<Pass>> Recorder::original() const {
-  const NodePtr node = torch::autograd::get_current_node();
-  return node ? original(*node) : std::nullopt;
-}
-
 void Recorder::follow(const std::vector<std::shared_ptr<Recorder>>& formers) {
   formers_ = formers;
   for (const auto& former : formers_) {
@@ -166,19 +161,18 @@ std::shared_ptr<Pass> Recorder::current() const {
     if (in_force[i].recorder == this) return in_force[i].pass;
   if (get_current_graph_task_id() == -1) {
     if (!at::GradMode::is_enabled()) return nullptr;
-    py::gil_scoped_acquire gil;
-    return called_directly_->function().cast<std::shared_ptr<Pass>>();
+  } else {
+    const NodePtr node = torch::autograd::get_current_node();
+    if (const auto known = node ? original(*node) : std::nullopt) {
+      remember(*known);
+      return *known;
+    }
+    const auto passes = living();  // of what is called outside of the model no stretch is known
+    const auto is_direct = [](const auto& pass) { return pass->called_directly; };
+    if (held_ <= 0 || std::none_of(passes.begin(), passes.end(), is_direct)) return nullptr;
   }
-  if (auto known = original()) {
-    remember(*known);
-    return *known;
-  }
-  const auto passes = living();  // of what is called outside of the model no stretch is known
-  const bool called_directly =
-      std::any_of(passes.begin(), passes.end(), [](const auto& pass) { return pass->called_directly; });
-  if (!called_directly || held_ <= 0) return nullptr;
   py::gil_scoped_acquire gil;
-  return called_directly_->function().cast<std::shared_ptr<Pass>>();
+  return called_directly.function().cast<std::shared_ptr<Pass>>();
 }
 
 void Recorder::hold() {
@@ -190,7 +184,7 @@ void Recorder::release() {
   py::gil_scoped_acquire gil;
   const py::error_scope pending;  // of a checkpoint, which ends its recomputation early by an exception
   try {
-    drained_->function();
+    drained.function();
   } catch (py::error_already_set& interrupt) {  // a destructor calls
     interrupt.discard_as_unraisable("torchgradx");
   }

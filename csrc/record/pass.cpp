@@ -85,12 +85,12 @@ std::vector<const Node*> roots_beside(const std::unordered_set<Node*>& reached) 
 Recorder::Recorder(int64_t parameters, py::object began, py::object finish, py::object drained, py::object site_called,
                    py::object received, py::object called_directly)
     : parameters(parameters),
-      began_(new Callback{std::move(began)}),
-      finish_(new Callback{std::move(finish)}),
-      drained_(new Callback{std::move(drained)}),
-      site_called_(new Callback{std::move(site_called)}),
-      received_(new Callback{std::move(received)}),
-      called_directly_(new Callback{std::move(called_directly)}),
+      began{std::move(began)},
+      finish{std::move(finish)},
+      drained{std::move(drained)},
+      site_called{std::move(site_called)},
+      received{std::move(received)},
+      called_directly{std::move(called_directly)},
       before_{at::RecordFunction::currentThreadId(), 0, at::sequence_number::peek()} {}
 
 std::shared_ptr<const Owners> Recorder::owners() const {
@@ -204,9 +204,7 @@ void Pass::enclose(const std::vector<int64_t>& parameters, uint64_t first) {
 }
 
 void Pass::disclose(const std::vector<int64_t>& parameters) {
-  const auto disclosed = [&](int64_t p) {
-    return std::find(parameters.begin(), parameters.end(), p) != parameters.end();
-  };
+  const auto disclosed = [&](int64_t p) { return contains(parameters, p); };
   for (Span& span : spans_) {
     auto& those = span.parameters;
     those.erase(std::remove_if(those.begin(), those.end(), disclosed), those.end());
@@ -230,10 +228,8 @@ int64_t Pass::place_of(const Node& node) const {
 }
 
 bool Pass::encloses(const Node& node, int64_t parameter) const {
-  return std::any_of(spans_.begin(), spans_.end(), [&](const Span& span) {
-    const auto& those = span.parameters;
-    return span.made.holds(node) && std::find(those.begin(), those.end(), parameter) != those.end();
-  });
+  return std::any_of(spans_.begin(), spans_.end(),
+                     [&](const Span& span) { return span.made.holds(node) && contains(span.parameters, parameter); });
 }
 
 bool Pass::arrive(at::IntArrayRef parameters, const Node* at, bool enclosed) {
@@ -279,8 +275,8 @@ void Pass::audit_edges(const Node* at, const std::vector<std::shared_ptr<Pass>>&
   std::vector<const Node*> nodes(reached->begin(), reached->end());
   const auto roots = roots_beside(*reached);
   for (const Node* root : roots)
-    if (std::find(nodes.begin(), nodes.end(), root) == nodes.end()) nodes.push_back(root);
-  if (at && std::find(nodes.begin(), nodes.end(), at) == nodes.end()) nodes.push_back(at);
+    if (!contains(nodes, root)) nodes.push_back(root);
+  if (at && !contains(nodes, at)) nodes.push_back(at);
   const auto count = [&](const Node& node, int64_t parameter) {
     for (const auto& pass : passes)
       if (pass->encloses(node, parameter)) return;
@@ -338,7 +334,7 @@ void Pass::add(int64_t parameter, Term term) {
   entry.terms.push_back(std::move(term));
   if (keep || retained || static_cast<int64_t>(entry.terms.size()) < entry.calls) return;
   py::gil_scoped_acquire gil;  // all uses are in: combine them now, and let their operands go
-  recorder->finish()(shared_from_this(), parameter);
+  recorder->finish.function(shared_from_this(), parameter);
 }
 
 void Pass::finish(int64_t parameter, const Tensor& sq_norms, int64_t row, int64_t parts) {

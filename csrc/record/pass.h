@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <map>
@@ -30,6 +31,11 @@ using NodePtr =
 class TapeEntry;
 class Pass;
 struct Segments;
+
+template <class Values, class Value>
+bool contains(const Values& values, const Value& value) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
 
 // Python objects that the graph may drop from any thread.
 struct Callback {
@@ -96,6 +102,8 @@ using OnTape = std::variant<std::shared_ptr<TapeEntry>, std::shared_ptr<Callback
 struct Tally {                   // of what a backward adds to the record besides norms
   std::vector<int64_t> balance;  // graph edges into each parameter, minus recorded uses: anything but 0 is unaccounted
   std::vector<Refusal> refusals;
+  void refuse(const Refusal& refusal);  // once
+  void add(const Tally& more);
 };
 
 struct Stretch {  // of the graph nodes made on a thread, by sequence number
@@ -116,8 +124,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // The pass of this thread; in a recomputation, the one that it belongs to; outside of the model's forward, one
   // with called_directly set.
   std::shared_ptr<Pass> current() const;
-  // The pass whose forward made the node that runs now; nullptr: one that was not recorded here; nothing: not known.
-  std::optional<std::shared_ptr<Pass>> original() const;
   // Probes before, removed with graphs in flight.
   void follow(const std::vector<std::shared_ptr<Recorder>>& formers);
   int64_t former() const;  // which of them what runs again on this thread is of; -1: none
@@ -128,8 +134,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   void merge(const std::vector<int64_t>& tasks);  // they have ended: with what came outside of any, -1
   void drop(const std::vector<int64_t>& tasks);
   void count(int64_t task, int64_t parameter, int64_t edges);  // under the mutex
-  std::vector<int64_t> balance() const;
-  std::vector<Refusal> refusals() const;
+  Tally whole() const;                                         // of all backwards
   void refuse(int64_t site, const std::string& cause);
   void refuse_locked(int64_t site, const std::string& cause);  // under the mutex, in a backward that has been opened
   void clear();
@@ -146,9 +151,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   bool keeps_tape = false;  // clipping: uses are kept as they arrive
   bool shields = false;     // norms only: what a recorded backward brings leaves .grad as it was
   void put_gate(int64_t parameter, const NodePtr& node);
-  py::object received() const {
-    return received_->function;
-  }
 
   // Uses whose saved tensors went through hooks (checkpointing): their layers must stay as they are until they die.
   void hold();
@@ -167,18 +169,9 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   void set_asking(bool on);
   std::shared_ptr<const Owners> owners() const;  // of the latest pass
   void set_owners(std::shared_ptr<const Owners> latest);
-  py::object began() const {
-    return began_->function;
-  }
-  py::object finish() const {
-    return finish_->function;
-  }
-  py::object site_called() const {
-    return site_called_->function;
-  }
+  const Callback began, finish, drained, site_called, received, called_directly;
 
  private:
-  std::unique_ptr<Callback> began_, finish_, drained_, site_called_, received_, called_directly_;
   // The sum, how large its terms were, and whether somebody wrote into it: a single term is on its way to be .grad.
   struct Recorded {
     Tensor sum;
@@ -198,9 +191,10 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   std::vector<Stretch> unrecorded_;  // by the latest forwards of the root that made nodes and no pass
   std::vector<std::shared_ptr<Recorder>> formers_;
   std::vector<std::weak_ptr<Recorder>> followers_;
-  // As original, of a node that was made by its forwards, or within a backward that has asked for one of these.
-  std::optional<std::shared_ptr<Pass>> own(const Node& node) const;
+  // The pass whose forward made a node; nullptr: one that was not recorded here; nothing: not known.
   std::optional<std::shared_ptr<Pass>> original(const Node& node) const;
+  // The same of its own forwards, and within a backward that has asked for one of these.
+  std::optional<std::shared_ptr<Pass>> own(const Node& node) const;
   void remember(const std::shared_ptr<Pass>& pass) const;
   std::map<int64_t, Tally> tallies_;  // by backward
   Tally& tally(int64_t task);
