@@ -85,7 +85,7 @@ cudaError_t launch_direct(const Problem& problem, const Gradients& gradients, co
     using Loader = typename decltype(layer)::Loader;
     const int64_t I = layer.activations.features, T = layer.grads.positions;
     if (layer.N == 0 || T == 0 || layer.O() == 0 || (I == 0 && !sq_norms.bias && !gradients.bias))
-      return mask ? cudaSuccess : clear_results(layer, gradients, sq_norms, stream);
+      return mask || workspace.counts() ? cudaSuccess : clear_results(layer, gradients, sq_norms, stream);
     if (!sq_norms.weight && !sq_norms.bias && !gradients.scale) join_samples(layer);
     choose_access(layer, true);
     const auto run = [&](auto product) {

@@ -60,7 +60,7 @@ cudaError_t launch_gram(const Problem& problem, void* sq_norms, Workspace& works
     const int64_t positions = layer.grads.positions, steps = int64_t(layer.activations.features) + layer.grads.features;
     if (layer.N == 0) return cudaSuccess;
     if (positions == 0 || layer.activations.features == 0 || layer.grads.features == 0)
-      return clear(sq_norms, layer.N * accumulator_bytes(problem.dtype), stream);
+      return workspace.counts() ? cudaSuccess : clear(sq_norms, layer.N * accumulator_bytes(problem.dtype), stream);
     const auto run = [&](auto product) {
       using Product = decltype(product);
       using Block = GramBlock<Product, Loader>;
