@@ -71,7 +71,11 @@ class Convolution final : public Layer {
           in_order(grad_output), in_order(saved.input), weight, std::nullopt, stride_, padding_, dilation_,
           o_.transposed, output_padding(saved.input, grad_output), o_.groups, {wanted.input, wanted.weight, false});
     }
-    if (wanted.bias) gradients.bias = grad_output.flatten(2).sum(at::IntArrayRef({0, 2}));
+    if (wanted.bias) {  // several gradients at once have no flatten
+      const auto sizes = grad_output.sizes();
+      const int64_t pixels = c10::multiply_integers(sizes.slice(2));
+      gradients.bias = grad_output.reshape({sizes[0], sizes[1], pixels}).sum(at::IntArrayRef({0, 2}));
+    }
     return gradients;
   }
 

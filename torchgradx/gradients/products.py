@@ -181,7 +181,8 @@ def is_passthrough(node: Node) -> bool:
 
 
 def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:
-    """Return the elementwise product of a normalisation, features last; None for its input."""
+    """Return the elementwise product of a normalisation, features last; None for its input. Of
+    [B, C, *] it is [B, 1, *, C]: to `split_samples`, N pixels would be the samples."""
     if operand == 0:
         return None
     if operand == 1:
@@ -189,7 +190,7 @@ def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:
         if normalised is None:
             return None
         g = g * normalised
-    return g.movedim(1, -1) if node.name() in CHANNELS_FIRST_NODES else g
+    return g.movedim(1, -1).unsqueeze(1) if node.name() in CHANNELS_FIRST_NODES else g
 
 
 def fit_to_edge(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None:

@@ -263,9 +263,12 @@ class Examiner:
                 ambiguous = unsure or (not self._options["batch_dim"] and any(differ))
             elif not agrees:
                 ambiguous = not any(isinstance(one.layout, str) for one in findings)
+                # Rows that mix may have a layout that is none of ours: no other dimension is then
+                # taken for the samples' without evidence.
+                enough = (True, None) if ambiguous else (True,)
                 for other in others:
                     found = self._seeding(exam, other).prove()
-                    if found is not None and self._agrees(exam, found) is not False:
+                    if found is not None and self._agrees(exam, found) in enough:
                         heads, findings, ambiguous = other, found, False
                         break
         if findings is None:
