@@ -88,13 +88,13 @@ UNSAID = {
     "rows t*N+n": (lambda: flattened(True), (N, 5, 3)),
     "rows n*T+t, T = N": (lambda: flattened(False), (N, N, 3)),
     "rows t*N+n, T = N": (lambda: flattened(True), (N, N, 3)),
-    "rows t*N+n, of N lines each": (lambda: flattened(True), (N, 3, N, 3)),
+    "t*N+n, N lines each": (lambda: flattened(True), (N, 3, N, 3)),
     "images t*N+n": (lambda: flattened(True, nn.Conv2d), (N, 3, 2, 5, 5)),
-    "images t*N+n under a norm, of N lines each": (
+    "t*N+n under a norm, N lines each": (
         lambda: Model(lambda m, x: F.group_norm(x.transpose(0, 1).flatten(0, 1), 1, m.w, m.b)
                       .unflatten(0, (-1, len(x))).transpose(0, 1),
                       w=torch.randn(2), b=torch.randn(2)), (N, 3, 2, N, 5)),
-    "transposed below a 1, T = N": (
+    "second below a 1, T = N": (
         lambda: Model(lambda m, x: m.a(x.transpose(0, 1)[None])[0].transpose(0, 1),
                       a=nn.Linear(3, 4)), (N, N, 3)),
     "transposed": (transposed, (N, 5, 3)),
