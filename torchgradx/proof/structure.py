@@ -263,8 +263,7 @@ class Examiner:
                 ambiguous = unsure or (not self._options["batch_dim"] and any(differ))
             elif not agrees:
                 ambiguous = not any(isinstance(one.layout, str) for one in findings)
-                # Rows that mix may have a layout that is none of ours: no other dimension is then
-                # taken for the samples' without evidence.
+                # Rows that mix may have a layout that we lack: another dimension needs evidence.
                 enough = (True, None) if ambiguous else (True,)
                 for other in others:
                     found = self._seeding(exam, other).prove()
@@ -319,9 +318,7 @@ class Examiner:
             return None
         watched, ends = self._watched(forward)
         # Packed rows are no matter: each graph shows whose they are.
-        if any(end.watched.samples is None for _, end in ends):
-            return None
-        if not forward.takes(verdict.layouts):
+        if any(e.watched.samples is None for _, e in ends) or not forward.takes(verdict.layouts):
             return None
         fits = self._sizes_fit(verdict, watched, forward)
         routes = self._routes(forward, watched, verdict.layouts)
