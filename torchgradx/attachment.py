@@ -295,6 +295,8 @@ class Attachment:
         self._local.inner = uses if inner else []  # of a root that calls itself
         if not self._standing.on and sys.exc_info()[0] is None:  # else torch iterates over hooks
             self._drained()
+        if out is None and run and not NATIVE:  # a structure that nobody sees, and no edges counted
+            self._audit.start_comparing()
         if inner or not run or out is None or not self._standing.on:
             return
         if self._tokens.on and self._local.ids is None:

@@ -197,7 +197,7 @@ class Audit:
         """Cache a verdict under these keys once a backward of its pass has ended and agreed."""
         with self._lock:
             self._pending.append(_Pending(keys, calls, verdict, run))
-            self._start_comparing()
+            self.start_comparing()
 
     def examine_compiled(self, run: Pass) -> None:
         """Examine a pass of compiled graphs at its first gradient, by running it uncompiled."""
@@ -213,7 +213,7 @@ class Audit:
             run.refuse(-1, "tables_in_graph")
         elif not verdict.refusals and verdict.sites != [site for site, *_ in run.uses()]:
             run.refuse(-1, "other_layers")
-        self._start_comparing()  # in every pass: a compiled graph's edges say nothing of the uses
+        self.start_comparing()  # in every pass: a compiled graph's edges say nothing of the uses
 
     # Backward
 
@@ -266,7 +266,7 @@ class Audit:
         tensors = self._parameters.wholes() if self._recorder.shields else []
         return [place for place, p in enumerate(tensors) if has_user_hooks(p._backward_hooks)]
 
-    def _start_comparing(self) -> None:
+    def start_comparing(self) -> None:
         """Compare each gradient received with the recorded sum, until no verdict is pending."""
         with self._lock:
             if self._recorder.auditing and NATIVE:
