@@ -1,4 +1,4 @@
-// What a step of a recurrent cell does, and the table of all kernels.
+// Steps of recurrent cells, and the table of all kernels.
 // Included by tile_default.cpp, tile_avx2.cpp and tile_avx512.cpp after their target pragma; not a header of its own.
 // Everything is in an anonymous namespace and nothing of std is instantiated: a function compiled for AVX-512 that the
 // linker merged with its namesake elsewhere would fault on older processors.

@@ -95,7 +95,7 @@ void add_copies(acc_t* weight, const acc_t* copies, int64_t size, int64_t count)
     for (int64_t k = 0; k < size; ++k) weight[k] += copies[copy * size + k];
 }
 
-// What the parts of a grid add up, apart until the end; each where its tensor is defined: grad_weight [O, ...] in
+// Sums of the parts of a grid, apart until the end; each where its tensor is defined: grad_weight [O, ...] in
 // acc_t, grad_bias [O], and sq_norms [1 or 2, N], of which row 1 is the bias's. Without sq_norms all positions are one
 // sum.
 template <class acc_t, class Layer>

@@ -57,7 +57,7 @@ void run_rank1(const Run& run, const LinearProblem& p, const SqNorms& sq_norms) 
   run("rank1", [&](cudaStream_t stream) { return launch_rank1(p, sq_norms, stream); });
 }
 
-// By tiles; gradients of null: norms alone.
+// Runs tiles; gradients of null: norms alone.
 template <class Problem>
 void run_direct(const Run& run, const Problem& p, const Gradients& gradients, const SqNorms& sq_norms) {
   run("direct", [&](Workspace& workspace, cudaStream_t stream) {
@@ -67,7 +67,7 @@ void run_direct(const Run& run, const Problem& p, const Gradients& gradients, co
   });
 }
 
-// By Hopper's kernel, if it serves.
+// Runs Hopper's kernel, if it serves.
 bool run_sm90(const Run& run, const Conv2dProblem& p, const Gradients& gradients, const SqNorms& sq_norms) {
   if (!sm90_suits(p)) return false;
   run("direct_sm90", [&](Workspace& workspace, cudaStream_t stream) {

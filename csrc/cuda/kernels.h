@@ -139,7 +139,7 @@ cudaError_t launch_sm90(const Conv2dProblem& problem, const Gradients& gradients
 template <class Problem>
 cudaError_t launch_gram(const Problem& problem, void* sq_norms, Workspace& workspace, cudaStream_t stream);
 
-// What such a sum leaves for its verdict: enough to tell a sum from the ruins of one.
+// Facts that such a sum leaves for its verdict: enough to tell a sum from the ruins of one.
 struct GramSums {
   double sum, magnitude;  // of the terms, and of their absolute values
   double trace;           // of the terms s = t: sum_t |a_t|^2 |b_t|^2

@@ -79,7 +79,7 @@ struct Use : torch::CustomClassHolder {
   bool keeps_gradients(const Operands& operands) const;
   // [N, *]: sums over a sample's images [N K, *], or its rows, in the wider type
   Tensor by_sample(const Tensor& t, int64_t images) const;
-  // Of rows that are not n*T+t: segments.cpp.
+  // Serves rows that are not n*T+t: segments.cpp.
   std::optional<Gradients> fuse_segments(const Segments& segments, const Saved& saved, const Tensor& weight,
                                          const Tensor& grad_output);  // or nothing, where no kernel makes both
   Tensor norms_of_runs(const Segments& segments, const FlatUse& sorted, const Tensor& weight, bool bias,

@@ -25,7 +25,7 @@ SavedHook = tuple[Callable[[Any], Tensor], Any]  # the unpack hook, and its argu
 SAVED_NAMES: dict[str, list[str]] = {}  # attributes of saved tensors, by the name of the node
 Holder: Any = getattr(checkpoint, "_Holder", ())  # what a checkpoint saves in place of a tensor
 INDICES = (torch.int32, torch.int64)
-_stack: Any = torch._C._autograd  # of saved tensors' hooks, for each thread
+stack: Any = torch._C._autograd  # of saved tensors' hooks, for each thread
 
 
 class Kept(NamedTuple):
@@ -39,15 +39,15 @@ class Kept(NamedTuple):
 def take_hooks() -> list[Any]:
     """Take all hooks off the thread's stack; the lowest comes first."""
     taken = []
-    while (hooks := _stack._top_saved_tensors_default_hooks(True)) is not None:
-        _stack._pop_saved_tensors_default_hooks()
+    while (hooks := stack._top_saved_tensors_default_hooks(True)) is not None:
+        stack._pop_saved_tensors_default_hooks()
         taken.append(hooks)
     return taken[::-1]
 
 
 def put_hooks(hooks: Iterable[Any]) -> None:
     for pair in hooks:
-        _stack._push_saved_tensors_default_hooks(*pair)
+        stack._push_saved_tensors_default_hooks(*pair)
 
 
 def keep_indices(block: Any, hooks: Any) -> None:
@@ -154,7 +154,7 @@ def _offloads(hook: Any) -> bool:
 
 def saves_through_hooks() -> bool:
     """Return True if saved tensors go through hooks now: a checkpoint's, offloading, or others."""
-    return _stack._top_saved_tensors_default_hooks(True) is not None
+    return stack._top_saved_tensors_default_hooks(True) is not None
 
 
 def saved_value(node: Any, key: str) -> Any:

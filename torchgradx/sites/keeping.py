@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..graph.unpacking import keep_indices, put_hooks, take_hooks
+from ..graph.unpacking import keep_indices, put_hooks, stack, take_hooks
 from .native import Hooks
-
-_stack: Any = torch._C._autograd  # of saved tensors' hooks
 
 
 class Keeping:
@@ -38,12 +36,12 @@ class Keeping:
         put_hooks(pair for pair in hooks if getattr(pair[0], "block", None) not in self._blocks)
 
     def _enter(self, block: nn.Module, *_: Any) -> None:
-        hooks = _stack._top_saved_tensors_default_hooks(True)
+        hooks = stack._top_saved_tensors_default_hooks(True)
         again = torch._C._current_graph_task_id() != -1  # a checkpoint's recomputation
         if not (hooks is None or again or torch._C._are_functorch_transforms_active()):
             keep_indices(block, hooks)
 
     def _leave(self, block: nn.Module, *_: Any) -> None:
-        hooks = _stack._top_saved_tensors_default_hooks(True)
+        hooks = stack._top_saved_tensors_default_hooks(True)
         if hooks is not None and getattr(hooks[0], "block", None) is block:
-            _stack._pop_saved_tensors_default_hooks()
+            stack._pop_saved_tensors_default_hooks()
