@@ -24,7 +24,7 @@ FLAGS = (
     *(f"-D__CUDA_NO_{what}__" for what in ("HALF_OPERATORS", "HALF_CONVERSIONS")),
     *(f"-D__CUDA_NO_{what}__" for what in ("BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")),
     *("-Werror", "all-warnings"),
-    *("-Xcompiler", "-Wall,-Wextra,-Werror,-Wno-unused-parameter"),
+    *("-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror,-Wno-unused-parameter"),
     *("-Xptxas", "-warn-spills,-warn-lmem-usage"),
 )
 
@@ -89,13 +89,24 @@ def _dump(what: str, architecture: str, path: Path) -> str:
 @cache
 def kernels(architecture: str) -> dict[str, Kernel]:
     """Every kernel of every .cu, by its mangled name."""
-    found: dict[str, Kernel] = {}
-    for source in reversed(SOURCES):  # another process may be compiling from the first on
-        path = compiled(source, *ARCHITECTURES)
-        _read_resources(_dump("-res-usage", architecture, path), found)
+    found = without_opcodes(architecture)
+    for path in objects():
         _read_opcodes(_dump("-sass", architecture, path), found)
+    return found
+
+
+def without_opcodes(architecture: str) -> dict[str, Kernel]:
+    """The same, less what takes the disassembler ten seconds."""
+    found: dict[str, Kernel] = {}
+    for path in objects():
+        _read_resources(_dump("-res-usage", architecture, path), found)
         _read_launch_bounds(_dump("-elf", architecture, path), found)
     return found
+
+
+def objects() -> list[Path]:
+    """Of every .cu. From the last on: another process may be compiling from the first on."""
+    return [compiled(source, *ARCHITECTURES) for source in reversed(SOURCES)]
 
 
 def _read_resources(text: str, found: dict[str, Kernel]) -> None:

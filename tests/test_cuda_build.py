@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import cubins
 import pytest
 from backends import CUDA_OPERATORS
 from emulation.build import cuda_toolkit
@@ -122,25 +123,28 @@ import cuda_toolkit, torch
 from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension
 module = cuda_toolkit.extension(cuda_toolkit.toolkit(), torch, ["-O1", "-fvisibility=hidden"])
-into = sys.argv[1]
-sys.argv = ["setup.py", "-q", "build_ext", "--build-lib", into, "--build-temp", into + "/objects"]
+into, *module.extra_objects = sys.argv[1:]
+*made, last = [source for source in module.sources if source.endswith(".cu")]
+module.sources = [source for source in module.sources if source not in made]
+arguments = ["-q", "build_ext", "--build-lib", into, "--build-temp", into + "/objects"]
 options = {"build_ext": {"force": True}}
-setup(name="cuda", ext_modules=[module], options=options, cmdclass={"build_ext": BuildExtension})
+setup(name="cuda", ext_modules=[module], options=options, cmdclass={"build_ext": BuildExtension},
+      script_args=arguments)
 """
 
 
 @pytest.fixture(scope="module")
 def library():
-    """The installed one, else one built here and kept: for one architecture, not optimized."""
+    """The installed one, else one built here and kept: its last .cu as setup.py has it compiled,
+    and the objects that the others have in cubins.py."""
     installed = next(PACKAGE.glob("_cuda.*.so"), None)
     if installed:
         return installed
-    if cuda_toolkit.toolkit() is None:
+    if cubins.why_not():
         pytest.skip("the CUDA library is NOT built: no nvcc")
-    into = ROOT / "build/cuda"
-    environment = {"MAX_JOBS": os.environ.get("MAX_JOBS", "2"), "TORCH_CUDA_ARCH_LIST": "8.0"}
-    environment["NVCC_APPEND_FLAGS"] = "-Xcicc -O0 -Xptxas -O0"
-    done = run(sys.executable, "-c", BUILD, str(into), cwd=ROOT, **environment)
+    into, environment = ROOT / "build/cuda", {"MAX_JOBS": os.environ.get("MAX_JOBS", "2")}
+    _, *others = cubins.objects()
+    done = run(sys.executable, "-c", BUILD, str(into), *map(str, others), cwd=ROOT, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(into.glob("torchgradx/_cuda.*.so"))
 

@@ -153,7 +153,7 @@ def test_every_kernel_is_launched_within_its_bounds(allow_tf32):
             for side in (33, 64):  # elements, and pieces of several
                 operator("turned")(torch.zeros(2, side, side, dtype=dtype).mT)
             operator("gather_sq_norms")(*Gather(2, 9, 3, 40).operands(dtype, "integers"), None)
-    bounds = {k.name: k.max_threads for k in cubins.kernels("80").values()}
+    bounds = {k.name: k.max_threads for k in cubins.without_opcodes("80").values()}
     launched = _launched(operators())
     assert {name: threads for name, threads in launched.items() if threads > bounds[name]} == {}
     assert sorted(set(bounds) - set(launched)) == [], "no test reaches these kernels"

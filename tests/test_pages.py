@@ -5,12 +5,13 @@ their own, and hold what they promise."""
 import csv
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
-from processes import python
 from test_refusals import first_words
 
 import torchgradx
@@ -104,19 +105,28 @@ def test_links_between_pages_lead_somewhere():
 EXAMPLES = ROOT / "examples"
 
 
-def example(name, out, made=None):
-    """Return what an example says, and the rows of its table; it draws a picture too."""
+@pytest.fixture
+def example(tmp_path, monkeypatch, capsys):
+    """Return a function that runs an example, as in a process of its own but for the imports, and
+    returns what it says, and the rows of its table; it draws a picture too."""
     for needed in ("sklearn", "matplotlib", "tqdm"):
         pytest.importorskip(needed)
-    done = python(EXAMPLES / f"{name}.py", "--quick", "--out", out, MPLBACKEND="agg")
-    assert done.returncode == 0, done.stderr
-    assert (out / f"{made or name}.png").stat().st_size > 50_000
-    with (out / f"{made or name}.csv").open(newline="") as file:
-        return done.stdout, list(csv.DictReader(file))
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def run_it(name, made=None):
+        script = EXAMPLES / f"{name}.py"
+        monkeypatch.setattr(sys, "argv", [str(script), "--quick", "--out", str(tmp_path)])
+        runpy.run_path(str(script), run_name="__main__")
+        assert (tmp_path / f"{made or name}.png").stat().st_size > 50_000
+        with (tmp_path / f"{made or name}.csv").open(newline="") as file:
+            return capsys.readouterr().out, list(csv.DictReader(file))
+
+    return run_it
 
 
-def test_rank_digits_finds_the_flipped_labels(tmp_path):
-    summary, rows = example("rank_digits", tmp_path, "ranking")
+def test_rank_digits_finds_the_flipped_labels(example, tmp_path):
+    summary, rows = example("rank_digits", "ranking")
     assert len(rows) == 1797
     assert sorted(int(row["index"]) for row in rows) == list(range(1797))
     assert [int(row["rank"]) for row in rows] == list(range(1, 1798))
@@ -151,8 +161,8 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(monkeypatch, capsys):
     assert all(count > names["k"] / 2 for count in names["found"].values())
 
 
-def test_active_learning_scores_labels_that_nobody_gave(tmp_path):
-    summary, rows = example("active_learning", tmp_path)
+def test_active_learning_scores_labels_that_nobody_gave(example):
+    summary, rows = example("active_learning")
     assert {row["labels"] for row in rows} == {"20", "40", "60", "80", "100", "120"}
     assert {row["chosen by"] for row in rows} == {"random", "margin", "expected gradient length"}
     last = [float(row["accuracy"]) for row in rows if row["labels"] == "120"]
@@ -160,8 +170,8 @@ def test_active_learning_scores_labels_that_nobody_gave(tmp_path):
     assert summary.startswith("accuracy with 120 labels")
 
 
-def test_scores_are_compared_with_their_baselines(tmp_path):
-    summary, rows = example("which_score", tmp_path)
+def test_scores_are_compared_with_their_baselines(example):
+    summary, rows = example("which_score")
     scores = {"norm", "loss", "el2n", "margin", "entropy", "last layer's norm"}
     assert {row["score"] for row in rows} == scores
     assert {row["epochs"] for row in rows} == {"1", "2", "3", "5", "8", "12"}
@@ -171,8 +181,8 @@ def test_scores_are_compared_with_their_baselines(tmp_path):
     assert "found of 180" in summary
 
 
-def test_the_noise_scale_grows_in_training(tmp_path):
-    summary, rows = example("noise_scale", tmp_path)
+def test_the_noise_scale_grows_in_training(example):
+    summary, rows = example("noise_scale")
     scales, truths = ([float(row[name]) for row in rows] for name in ("noise_scale", "truth"))
     assert len(scales) == 36
     assert 10 < scales[1] < scales[-1]
@@ -181,8 +191,8 @@ def test_the_noise_scale_grows_in_training(tmp_path):
     assert summary.startswith(f"first run: noise scale {scales[1]:.0f} samples after 20 steps")
 
 
-def test_importance_sampling_learns(tmp_path):
-    _, rows = example("importance_sampling", tmp_path)
+def test_importance_sampling_learns(example):
+    _, rows = example("importance_sampling")
     last = {
         way: [float(r["loss"]) for r in rows if (r["drawn"], r["step"]) == (way, "300")]
         for way in ("evenly", "by loss", "by gradient norm")
@@ -191,8 +201,8 @@ def test_importance_sampling_learns(tmp_path):
     assert sum(last["by gradient norm"]) < 1.2 * sum(last["evenly"])
 
 
-def test_a_transformers_layers_have_all_of_its_gradient(tmp_path):
-    summary, rows = example("transformer_layers", tmp_path)
+def test_a_transformers_layers_have_all_of_its_gradient(example):
+    summary, rows = example("transformer_layers")
     assert len(rows) == 30
     assert float(rows[-1]["loss"]) < 0.8 * float(rows[0]["loss"])
     for row in rows:  # of means: each part no larger than the whole, all of them no smaller
@@ -201,8 +211,8 @@ def test_a_transformers_layers_have_all_of_its_gradient(tmp_path):
     assert summary.startswith("loss ")
 
 
-def test_packed_documents_have_norms_and_losses_of_their_own(tmp_path):
-    summary, rows = example("packed_documents", tmp_path)
+def test_packed_documents_have_norms_and_losses_of_their_own(example):
+    summary, rows = example("packed_documents")
     assert [int(row["item"]) for row in rows] == list(range(200))
     assert all(float(row["norm"]) > 0 for row in rows)
     damaged = [row["kind"] != "sound" for row in rows]
@@ -215,8 +225,8 @@ def test_packed_documents_have_norms_and_losses_of_their_own(tmp_path):
     assert summary.startswith("Of 20 damaged documents")
 
 
-def test_what_spikes_the_loss_is_named_by_norm_more_than_by_loss(tmp_path):
-    summary, rows = example("loss_spikes", tmp_path)
+def test_what_spikes_the_loss_is_named_by_norm_more_than_by_loss(example):
+    summary, rows = example("loss_spikes")
     damaged, named, by_loss = ({(r["step"], k) for r in rows for k in r[of].split()}
                                for of in ("damaged", "named", "named by loss"))  # fmt: skip
     assert len(damaged) == 24

@@ -41,7 +41,7 @@ if __name__ == "__main__":
     data = TensorDataset(torch.randn(16, 4), torch.randint(0, 3, (16,)))
     for task in (Task(torch.float32), Parts(children).float()):
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1, logger=False,
+            accelerator="cpu", devices=2, strategy="ddp_fork", max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[Check(), GradNorms()],
         )  # fmt: skip
