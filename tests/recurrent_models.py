@@ -40,8 +40,8 @@ def net(rnn):
     def forward(m, x, h=None, c=None):
         first = m.r.batch_first
         x = torch.tanh(m.i(x))
-        h = h if h is None else h.transpose(0, 1).contiguous()
-        c = c if c is None else c.transpose(0, 1).contiguous()
+        h, c = (s if s is None else s.transpose(0, 1) for s in (h, c))  # as it lies: on a CPU
+        h, c = (s.contiguous() if s is not None and s.is_cuda else s for s in (h, c))
         y, last = states_of(m.r(x if first else x.transpose(0, 1), h if c is None else (h, c)))
         y = (y if first else y.transpose(0, 1)).flatten(1)
         return torch.cat([y, 2 * last], 1)

@@ -75,9 +75,10 @@ Ran onednn(const Recurrence& of, const Sequence& in, std::vector<Steps>& steps, 
   for (int64_t d = 0; d < of.directions(); ++d) {
     const Weights w = weights_of(of, in.weights, d);
     const Tensor none = of.biases ? Tensor() : at::zeros({w.ih.size(0)}, w.ih.options());
-    auto [y, h, c, workspace] = at::mkldnn_rnn_layer(
-        x, w.ih, w.hh, of.biases ? w.ih_bias : none, of.biases ? w.hh_bias : none, in.state[d], in.cell[d], d == 1, {},
-        kLstmMode, w.hh.size(1), 1, of.biases, of.both_ways, false, /*train=*/true);
+    auto [y, h, c, workspace] =
+        at::mkldnn_rnn_layer(x, w.ih, w.hh, of.biases ? w.ih_bias : none, of.biases ? w.hh_bias : none,
+                             in.state[d].contiguous(), in.cell[d].contiguous(), d == 1, {}, kLstmMode, w.hh.size(1), 1,
+                             of.biases, of.both_ways, false, /*train=*/true);
     states.push_back(y), last.push_back(h), cells.push_back(c);
     steps[d].kept = workspace;
     if (late && d == 0) steps[d].states = y, steps[d].late = true;
