@@ -130,7 +130,7 @@ def at_once():
     calls = []
 
     def fused(a, g, starts, longest, weight, bias):
-        assert starts.dtype is torch.int32
+        assert (starts.dtype, a.dim(), g.dim()) == (torch.int32, 2, 2)
         parts = [(a[i:j], g[i:j]) for i, j in pairwise(starts.tolist())]
         calls.append((weight, [len(x) for x, _ in parts]))
         assert longest == max(calls[-1][1])
@@ -162,21 +162,22 @@ def test_samples_of_several_lengths_are_served_at_once_where_a_kernel_takes_them
 
 
 @pytest.mark.skipif(not ops.NATIVE, reason="the pure-Python recorder has no kernels")
-@pytest.mark.parametrize("bias", [True, False])
-def test_weight_gradients_of_several_lengths_come_from_the_same_call(at_once, bias):
+@pytest.mark.parametrize(("bias", "line"), [(True, True), (False, True), (True, False)])
+def test_weight_gradients_of_several_lengths_come_from_the_same_call(at_once, bias, line):
     model = nn.Linear(256, 192, bias).double()
-    x = torch.randn(1, 230, 256, dtype=torch.float64)
-    ids = torch.tensor([0] * 80 + [1] * 100 + [2] * 40 + [-1] * 10)[None]  # padding at the end
-    with torchgradx.attach(model, sample_ids=lambda *_: ids, loss_reduction="sum") as probe:
-        model(x).sin().sum().backward()
+    x = torch.randn(230, 256, dtype=torch.float64)
+    ids = torch.tensor([0] * 80 + [1] * 100 + [2] * 40 + [-1] * 10)  # padding at the end
+    given = (x[None], ids[None]) if line else (x[:, None], ids)
+    with torchgradx.attach(model, sample_ids=lambda *_: given[1], loss_reduction="sum") as probe:
+        model(given[0]).sin().sum().backward()
         norms = probe.norms(per="parameter")
 
     def own(these):
-        return torch.autograd.grad(model(x[:, these]).sin().sum(), [*model.parameters()])
+        return torch.autograd.grad(model(x[these]).sin().sum(), [*model.parameters()])
 
     torch.testing.assert_close([p.grad for p in model.parameters()], [*own(slice(None))])
     for n in range(3):
-        wants = [g.norm() for g in own(ids[0] == n)]
+        wants = [g.norm() for g in own(ids == n)]
         torch.testing.assert_close([norm[n] for norm in norms.values()], wants)
     assert at_once == [(True, [80, 100, 40])]
 

@@ -26,7 +26,7 @@ class Elementwise : public Layer {
     return weight_gradients(o)->mv(direction.flatten());
   }
   std::optional<Tensor> weight_gradients(const Operands& o) const override {
-    return (features(o) * o.grad_output).sum(1).flatten(1);
+    return (widened(features(o)) * widened(o.grad_output)).sum(1).flatten(1);
   }
 
  protected:

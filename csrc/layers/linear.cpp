@@ -97,7 +97,8 @@ class Linear final : public Layer {
   std::optional<std::pair<Gradients, Tensor>> fused_segments(const Saved& saved, const Tensor& grad_output,
                                                              const Tensor& starts, int64_t longest,
                                                              const Wanted& wanted) const override {
-    const auto made = segments_fused(dense(saved.input), grad_output, starts, longest, wanted.weight, wanted.bias);
+    const Tensor a = rows_of(dense(saved.input)), b = rows_of(grad_output);  // of [rows, 1, I] too
+    const auto made = segments_fused(a, b, starts, longest, wanted.weight, wanted.bias);
     if (made.empty()) return std::nullopt;
     if (!wanted.weight) return {{Gradients{}, made.back()}};
     return {{Gradients{Tensor(), as_parameter(made[0]), wanted.bias ? made[1] : Tensor()}, made.back()}};
