@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attach_models import Model, mlp, square, square_second
+from attach_models import Model, mlp, square, square_second, under_autocast
 from attach_modes import each_of
 from broadcast_models import WAYS, D, N, T, positional, tokens, vision_transformer
 from clip_oracle import check_clip, gradients
@@ -188,3 +188,29 @@ def test_what_is_not_a_direction_is_named():
     twice = {"0.weight": torch.ones(3, 3), "1.weight": torch.ones(3, 3)}
     with pytest.raises(ValueError, match="given twice"):
         torchgradx.attach(tied, directions=twice)
+
+
+@pytest.mark.parametrize("backend", ["auto", "vmap"])
+def test_products_under_autocast_are_of_the_gradients(backend):
+    """By vmap both are of one gradient; a kernel's have the operands' precision."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.PReLU(64), nn.Linear(64, 3))
+    x, loss = torch.randn(N, 64), under_autocast()
+    directions = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    v = torch.cat([along.flatten() for along in directions.values()])
+    with torchgradx.attach(model, directions=directions, backend=backend) as probe:
+        loss(model, x).backward()
+        dots = probe.dot()
+    for dot, one in zip(dots, x.split(1), strict=True):
+        parts = torch.autograd.grad(loss(model, one), [*model.parameters()])
+        own = torch.cat([g.flatten() for g in parts])
+        largest = float(own.norm() * v.norm())
+        assert abs(dot - own @ v) <= (1e-6 if backend == "vmap" else 1e-3) * largest
+
+
+def test_a_sparse_gradient_of_halves():
+    model, ids = nn.EmbeddingBag(9, 4, mode="sum", sparse=True).bfloat16(), torch.randint(9, (1, 3))
+    with torchgradx.attach(model, clip=True) as probe:
+        square(model, ids).backward()
+        probe.clip_grad_norm_(1e-3)
+    assert (model.weight.grad.is_sparse, model.weight.grad.dtype) == (True, torch.bfloat16)
+    assert 0.99e-3 < model.weight.grad.to_dense().float().norm() < 1.01e-3

@@ -267,7 +267,7 @@ def _put(
     if grad.is_sparse:
         before = grad if adds else other
         total = value.mul(scale) if before is None else before.to_dense() + value.mul(scale)
-        p.grad = total.to_sparse(1)
+        p.grad = total.to(p.dtype).to_sparse(1)
     elif adds:
         grad.add_(value, alpha=scale)
     elif other is not None:

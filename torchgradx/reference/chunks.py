@@ -26,7 +26,8 @@ def precise_dtype(tensor: Tensor) -> torch.dtype:
 
 def dots_along(grads: Tensor, direction: Tensor) -> Tensor:
     """[N]: products of gradients [N, *] with a direction [*], in the direction's dtype"""
-    return grads.reshape(len(grads), -1).to(direction.dtype) @ direction.flatten()
+    with torch.autocast(grads.device.type, enabled=False):
+        return grads.reshape(len(grads), -1).to(direction.dtype) @ direction.flatten()
 
 
 def chunks(count: int, elements: int, most: int = CHUNK) -> Iterator[slice]:
