@@ -338,3 +338,28 @@ def test_rows_that_mix_are_refused_after_routed_ones_too(name):
         for mixes in (False, False, True, False):
             model.way = MIXED[name] if mixes else EXACT["some"]
             exchanged(model, probe, mixes)
+
+
+def test_rows_of_a_mask_under_a_loss_where_there_are_as_many_positions_as_samples():
+    def forward(m, x, mask):
+        return m.head(torch.tanh(m.a(x))[mask]).square().sum()
+
+    model = Model(forward, a=nn.Linear(3, 4), head=nn.Linear(4, 2))
+    mask = torch.ones(4, 4).triu() > 0
+    with torchgradx.attach(model, batch_dim=1, layout={"a": "sequence"}) as probe:
+        model(torch.randn(4, 4, 3), mask).backward()
+        assert refusal(probe).parameters == ("head.weight", "head.bias")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_of_as_many_positions_as_samples(turned):
+    model = Model(lambda m, x: m.e(x.mT if turned else x), e=Experts()).double()
+    with torchgradx.attach(model) as probe:
+        for _ in range(2):
+            x = torch.randint(WORDS, (4, 4))
+            if not turned:
+                exact_step(probe, model, x)
+                continue
+            square(model, x).backward()
+            refusal(probe, "mix")
+            probe.reset()

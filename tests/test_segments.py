@@ -278,3 +278,21 @@ def test_explain_and_the_noise_scale():
             scale.update(probe)
         assert "rows by sample_ids" in probe.explain()
     assert scale.critical_batch_size is not None
+
+
+def test_where_each_sample_has_one_row_sizes_tell_no_rows_from_samples():
+    model = deep_set().to(DOUBLE)
+    with torchgradx.attach(model, sample_ids=ids_of, batch_size=3, loss_reduction="sum") as probe:
+        for rows, is_told in (([0, 1, 2], True), ([1, 0, 2], False), ([0, 2, 1, 2], True),
+                              ([1, 2, 0], True)):  # fmt: skip
+            ids, x = torch.tensor(rows), torch.randn(len(rows), D, dtype=DOUBLE)
+            model(x, ids=ids, n=3).square().sum().backward()
+            if not is_told:
+                refusal(probe, "no output of the model has N rows")
+                probe.reset()
+                continue
+            with probe.paused():
+                for k, norm in enumerate(probe.norms()):
+                    own = model(x[ids == k], ids=ids[ids == k] * 0, n=1).square().sum()
+                    parts = torch.autograd.grad(own, [*model.parameters()])
+                    torch.testing.assert_close(norm, torch.cat([g.flatten() for g in parts]).norm())

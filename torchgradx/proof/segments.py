@@ -153,6 +153,8 @@ class SegmentExaminer:
         is_joint = len(run.layouts) != len(uses)
         if declared or is_joint or run.n < 2 or not refused or not refused <= used:
             return
+        if not self._places_samples(forward):
+            return
         refusals, layouts = self._attempt(forward, None)
         failed = {site for site, _ in refusals}
         if -1 in failed:
@@ -165,6 +167,14 @@ class SegmentExaminer:
         run.layouts = [new if site in served else old
                        for (site, *_), old, new in zip(uses, run.layouts, layouts, strict=True)
                       ]  # fmt: skip
+
+    def _places_samples(self, forward: Forward) -> bool:
+        """Return False if an output has N in several dimensions, and no argument shows which one
+        has the samples, or another one than proven: the backwards of all seem to mix."""
+        run, anchors = forward.run, forward.trace.memory.anchors(forward.uses)
+        if all(list(t.shape).count(run.n) < 2 for t in forward.outputs if t.grad_fn is not None):
+            return True
+        return bool(anchors) and all(run.layouts[k] == one for k, one in anchors.items())
 
     def _attempt(self, forward: Forward, ids: Tensor | None) -> tuple[Refusals, list[int]]:
         """Return the refusals, and each use's layout. An error is a refusal of the whole pass."""
@@ -217,9 +227,9 @@ class SegmentExaminer:
         if not by_row and first != n:
             return None
         each, rows = torch.arange(n, device=t.device), inputs.owners.to(t.device)
-        if by_row and first == n == count and not torch.equal(each, rows):  # sizes do not tell
-            by_sample = self._by_sample.get((k, t.dim()))
-            return None if by_sample is None else each if by_sample else rows
+        if by_row and first == n == count:  # sizes do not tell
+            is_same, by_sample = torch.equal(each, rows), self._by_sample.get((k, t.dim()))
+            return rows if is_same or by_sample is False else each if by_sample else None
         self._by_sample[k, t.dim()] = not by_row
         return rows if by_row else each
 

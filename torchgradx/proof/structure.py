@@ -274,8 +274,8 @@ class Examiner:
             return None, ambiguous
         if exam.forward.inner:  # these show what mixes, and rows whose samples are known
             both = zip(findings, exam.all_watched, strict=True)
-            return [f if isinstance(f.layout, str) or use.samples is not None else Finding(None)
-                    for f, use in both], False  # fmt: skip
+            return [f if isinstance(f.layout, str) or (use.samples is not None and not unsure) else
+                    Finding(None) for f, use in both], False  # fmt: skip
         exam.reached = set(seeding.nodes)
         if not ambiguous:
             for t, dim in heads:
