@@ -20,7 +20,7 @@ MODULES = {module.__name__: module for module in (two_processes, sharded_models,
 def parts(module, name):
     """A scenario as the values of a grid: "FSDP, before, fused" is of each place, in each mode."""
     title, *rest = name.rsplit(", ", 2)
-    return [intern(part) for part in (module, title, *(rest + ["", ""])[:2])]
+    return [intern(part) for part in (module, title, *[*rest, "", ""][:2])]
 
 
 SCENARIOS = [
