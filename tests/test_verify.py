@@ -112,6 +112,7 @@ def test_a_reduction_that_is_not_the_one_said_is_refused():
         torchgradx.grad_norms(model, F.cross_entropy, x, y, loss_reduction="sum", loss_scale=1 / N),
         torchgradx.grad_norms(model, F.cross_entropy, x, y),
     )
+    torchgradx.verify(model, lambda out, y: F.cross_entropy(out, y) / 2, x, y, loss_scale=0.5)
 
 
 @pytest.mark.parametrize("call", ["grad_norms", "verify"])
@@ -123,13 +124,16 @@ def test_nothing_is_left_behind(call, training, fails):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model[0].weight.grad = kept = torch.ones(4, 3, 3)
 
+    weight = torch.ones(4, 3, 3, requires_grad=True)  # of the loss alone
+    weight.grad = kept
+
     def loss(out, y):
-        return F.cross_entropy(out, y) if not fails else {}["boom"]
+        return F.cross_entropy(out * weight.mean(), y) if not fails else {}["boom"]
 
     with pytest.raises(KeyError, match="boom") if fails else contextlib.nullcontext():
         getattr(torchgradx, call)(model, loss, x, y)
     grads = [p.grad for p in model.parameters()]
-    assert grads[0] is kept
+    assert grads[0] is weight.grad is kept
     assert bool((kept == 1).all())
     assert grads[1:] == [None] * (len(grads) - 1)
     assert fingerprint(model) == before

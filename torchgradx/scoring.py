@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .attach import attach, set_aside
-from .graph.nodes import to_signed
+from .graph.arguments import tensors_in
+from .graph.nodes import is_leaf, nodes_below, to_signed
 from .options import Model, Parts, check_loss, check_per
 from .probe import Probe
 from .refusals import cause, refused_all
@@ -78,10 +79,25 @@ def sample_norms(
             "the loss detached?"
         )
     reduction = LossReduction(loss) if compare else None
-    loss.backward(retain_graph=retain_graph)
+    backward_from(loss, output, retain_graph)
     if reduction is not None:
         reduction.compare(probe)
     return probe.norms(per)
+
+
+def backward_from(loss: Tensor, output: Any, retain_graph: bool = False) -> None:
+    """Run the backward of a loss; the .grad of leaves that it has beside the model's output (the
+    weights of a loss_fn) is afterwards as before."""
+    nodes = nodes_below([loss.grad_fn], {t.grad_fn for t in tensors_in(output)})
+    edges = (child for node in nodes for child, _ in node.next_functions)
+    before = {edge.variable: edge.variable.grad for edge in edges if edge and is_leaf(edge)}
+    try:
+        for leaf in before:
+            leaf.grad = None
+        loss.backward(retain_graph=retain_graph)
+    finally:
+        for leaf, gradient in before.items():
+            leaf.grad = gradient
 
 
 class LossReduction:

@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from .errors import CoverageError, VerificationError
 from .graph.arguments import one_sample, tensors_in
 from .options import takes_call
-from .scoring import Loss, arguments_of, call, norms_alone
+from .scoring import Loss, arguments_of, backward_from, call, norms_alone
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,14 +150,18 @@ def _norms_of_loop(
     _mend(twin)
     parameters = dict(twin.named_parameters())
     live = [parameters[name] for name in norms]
+    given = options.get("loss_scale")
+    scale = float(given) if isinstance(given, Real) else 1.0  # one by sample is of the batch's loss alone
 
     @torch.enable_grad()
     def one_by_one() -> LoopGradients:
         for sample in range(n):
             twin.zero_grad()
             one = one_sample(inputs, sample, n, options["batch_dim"])
-            loss_fn(call(twin, one), one_sample(targets, sample, n, 0)).backward()
-            yield [p.grad for p in live]  # reentrant checkpoints allow no grad()
+            output = call(twin, one)
+            # Reentrant checkpoints allow no grad().
+            backward_from(loss_fn(output, one_sample(targets, sample, n, 0)), output)
+            yield [None if p.grad is None else p.grad / scale for p in live]
 
     loop = one_by_one()
     if options.get("sample_ids") is not None:  # then no sample can be cut out
