@@ -298,17 +298,16 @@ def scenarios(rank, folder):
     return table
 
 
-def _work(rank, table, names, folder):
+def _work(rank, table, folder):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=20)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=limit)
     outcomes = {}
-    calls = table(rank, folder)
-    for name in names:
+    for name, run in table(rank, folder).items():
         try:
-            calls[name]()
+            run()
             outcomes[name] = ""
         except (Exception, pytest.fail.Exception):
             outcomes[name] = traceback.format_exc()
@@ -317,12 +316,12 @@ def _work(rank, table, names, folder):
     os._exit(0)  # gloo's threads do not always survive an orderly exit
 
 
-def outcomes_of(table, names, folder):
-    """Of these scenarios of table(rank, folder) -> {scenario: call}, made anew in each process: for
-    each rank {scenario: what went wrong, "" where nothing did}; and how the two ended."""
+def outcomes_of(table, folder):
+    """Of table(rank, folder) -> {scenario: call}, made anew in each process: for each rank
+    {scenario: what went wrong, "" where nothing did}; and how the two ended."""
     ended = ""
     try:
-        mp.spawn(_work, (table, names, str(folder)), nprocs=2)
+        mp.spawn(_work, (table, str(folder)), nprocs=2)
     except Exception as error:  # a rank that died, or that waited in vain for the other
         ended = str(error)
     return [torch.load(f"{folder}/{rank}") for rank in range(2)], ended
