@@ -150,8 +150,8 @@ def _norms_of_loop(
     _mend(twin)
     parameters = dict(twin.named_parameters())
     live = [parameters[name] for name in norms]
-    given = options.get("loss_scale")
-    scale = float(given) if isinstance(given, Real) else 1.0  # one by sample is of the batch's loss alone
+    given = options.get("loss_scale")  # a Tensor [N] is of the batch's loss alone
+    scale = float(given) if isinstance(given, Real) else 1.0
 
     @torch.enable_grad()
     def one_by_one() -> LoopGradients:

@@ -2,13 +2,11 @@
 
 The owners (samples) of a product's rows follow from those of the module's output by the indices
 between them (graph/owners.py). The first pass of a structure proves them like those of any output.
-What is found of two graphs of one look is found of others by calls alone (graph/recorded.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,8 +18,7 @@ from ..gradients.products import CAST, LINKS, POINTWISE, is_transpose
 from ..graph.layout import Watched, owners
 from ..graph.nodes import Node, is_leaf, shape_of, to_signed
 from ..graph.owners import MAPPING, ROWS_OPERAND, Owned, owners_within
-from ..graph.recorded import Program, Recording, look_between
-from ..graph.unpacking import is_hooked, saved_value
+from ..graph.unpacking import saved_value
 from .experts import (
     GROUPED,
     NO_PRODUCTS,
@@ -45,66 +42,6 @@ RANKS = {"SortBackward0", "SortBackward1", "TopkBackward0"}
 Owners = Mapping[tuple[Node, int], Owned]  # of the rows of nodes' outputs
 
 
-class Shown(NamedTuple):
-    """Facts that a graph shows of a call's products."""
-
-    groups: dict[int, ExpertGroup]  # by the parameter's place
-    ends: dict[Node, Tensor]  # nodes with products, and the sample of each of their rows
-    moves: list[Node]  # nodes that move rows by values
-    ranks: list[Node]  # nodes that rank features
-    answers: Tensor  # flags, then whether each of `moves` drops a row
-    flags: int  # how many: if any is set, rows of products have no owners
-
-    @property
-    def pairs(self) -> list[Pairs]:
-        return list(dict.fromkeys(group.pairs for group in self.groups.values()))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors, in the order that `moved` takes them."""
-        pairs = (t for p in self.pairs for t in (p.of_rows, p.lengths))
-        return [self.answers, *self.ends.values(), *pairs]
-
-    def moved(self, to: Callable[[Any], Any], tensors: Sequence[Any]) -> Shown:
-        """Return the same of other nodes, to(node), and other tensors."""
-        answers, *rest = tensors
-        ends = {to(node): rest.pop(0) for node in self.ends}
-        pairs = {p: Pairs(p.count, p.matrices, rest.pop(0), rest.pop(0)) for p in self.pairs}
-        groups = {
-            place: ExpertGroup([p.moved(to(p.node)) for p in products], pairs[of])
-            for place, (products, of) in self.groups.items()
-        }
-        moves, ranks = ([*map(to, some)] for some in (self.moves, self.ranks))
-        return Shown(groups, ends, moves, ranks, answers, self.flags)
-
-    def read(self) -> Products:
-        """Return the products, or raise UnknownRowsError; read from the device once."""
-        pairs = self.pairs
-        read = torch.cat([self.answers, *(p.lengths for p in pairs)]).cpu()
-        answers, *lengths = read.split([len(self.answers), *(len(p.lengths) for p in pairs)])
-        for p, known in zip(pairs, lengths, strict=True):
-            p.known = known
-        is_set: list[bool] = answers.bool().tolist()
-        if any(is_set[: self.flags]):
-            raise UnknownRowsError
-        drops = is_set[self.flags :]
-        by_row = {*self.ranks}
-        by_row |= {node for node, dropping in zip(self.moves, drops, strict=True) if not dropping}
-        watched = (Watched(node, 0, [len(t)], samples=t) for node, t in self.ends.items())
-        ends = [End(w, (w.samples, w.samples)) for w in watched]
-        return Products(self.groups, ends, dict.fromkeys(by_row, sum(drops)))
-
-
-class Plan(NamedTuple):
-    """Calls and facts of a graph, for others of the same look."""
-
-    program: Program
-    shown: Shown  # with the numbers of nodes in place of nodes, and without tensors
-
-
-Plans = dict[Any, Plan | bool]  # by look; False: one graph was seen so far; True: there is no plan
-
-
 class Rows(NamedTuple):
     """Sizes and layout of the rows of a call's output, or of an operand."""
 
@@ -119,67 +56,55 @@ def find_products(
     operands: Sequence[Tensor],
     parameters: Mapping[int, Tensor],
     start: int,
-    plans: Plans,
 ) -> Products:
     """Return the products of a call, or raise UnknownRowsError. rows: of `out`; those of operands
     have the same layout. start: sequence number of the first node that the call made."""
     first = operands[0].grad_fn if operands else None
     if first is None:
         return NO_PRODUCTS
-    nodes, device = _nodes_between(out.grad_fn, first), operands[0].device
-    inside = [k for k, node in enumerate(nodes) if node._sequence_nr() >= start]
-    look, indices = look_between(nodes, {id(p): place for place, p in parameters.items()})
-    key = look, rows, tuple(inside), out.output_nr, device, _are_saved(nodes)
-    plan = plans.get(key)
-    if isinstance(plan, Plan):
-        return plan.shown.moved(nodes.__getitem__, plan.program.run(indices)).read()
-    samples, products = _samples_of(rows, device), _all_products(nodes, parameters)
+    nodes = _nodes_between(out.grad_fn, first)
+    samples, products = _samples_of(rows, operands[0].device), _all_products(nodes, parameters)
     if samples is None or not products:
         return NO_PRODUCTS
-    with Recording(indices, _samples.values()) if plan is False else nullcontext() as recording:
-        only = {p.node: p.rows_operand for p in products}
-        end = out.grad_fn, out.output_nr
-        owned = owners_within(end, samples, nodes, rows.n, rows.leads, only)
-        shown = _show(owned, rows, nodes, inside, products, parameters)
-    program = recording.program(shown.tensors) if recording else None
-    plans[key] = plan is not None
-    if program:
-        number_of = {node: k for k, node in enumerate(nodes)}.__getitem__
-        plans[key] = Plan(program, shown.moved(number_of, [None] * len(shown.tensors)))
-    if len(plans) > MAX_KEPT:
-        del plans[next(iter(plans))]
-    return shown.read()
-
-
-def _show(
-    owned: Owners,
-    rows: Rows,
-    nodes: Sequence[Node],
-    inside: Sequence[int],
-    products: Sequence[ExpertProduct],
-    parameters: Mapping[int, Tensor],
-) -> Shown:
-    """Return what a graph shows. owned: of its rows. inside: the numbers of nodes that the call
-    made."""
-    n = rows.n
+    n, only = rows.n, {p.node: p.rows_operand for p in products}
+    owned = owners_within((out.grad_fn, out.output_nr), samples, nodes, n, rows.leads, only)
     flags = _input_flags(nodes, owned, rows) + _product_flags(products, owned)
     moves: dict[Node, Tensor] = {}  # nodes that move rows by values; whether one drops rows
-    for k, node in enumerate(nodes):
+    for node in nodes:
         outputs = range(len(node._input_metadata))
         made = next((owned[node, i] for i in outputs if (node, i) in owned), None)
         if made is None:
             continue
         flags += _mixing_flags(node, made)
-        if node.name() in MAPPING and k in inside:  # only this call has its rows
+        if node.name() in MAPPING and node._sequence_nr() >= start:  # only this call has its rows
             moves[node] = (made.owners == n).any()
     groups = _group(products, owned, parameters, n)
-    ends = {}
+    drops = _read(flags, moves, [*dict.fromkeys(group.pairs for group in groups.values())])
+    by_row = {node for node in nodes if node.name() in RANKS}
+    by_row |= {node for node, dropping in zip(moves, drops, strict=True) if not dropping}
+    ends = []
     for node in dict.fromkeys(product.node for product in products):
-        samples = owned[node, 0].owners
-        ends[node] = samples.masked_fill(samples == n, 0)  # rows of no sample receive zeros
-    ranks = [node for node in nodes if node.name() in RANKS]
+        owners_of = owned[node, 0].owners
+        owners_of = owners_of.masked_fill(owners_of == n, 0)  # rows of no sample receive zeros
+        watched = Watched(node, 0, [len(owners_of)], samples=owners_of)
+        ends.append(End(watched, (owners_of, owners_of)))
+    return Products(groups, ends, dict.fromkeys(by_row, sum(drops)))
+
+
+def _read(
+    flags: Sequence[Tensor], moves: Mapping[Node, Tensor], pairs: Sequence[Pairs]
+) -> list[bool]:
+    """Read from the device once: the lengths of pairs, the flags (raise UnknownRowsError if one is
+    set), and return whether each of `moves` drops a row."""
     answers = torch.stack([*flags, *moves.values()]).long()
-    return Shown(groups, ends, [*moves], ranks, answers, len(flags))
+    read = torch.cat([answers, *(p.lengths for p in pairs)]).cpu()
+    answers, *lengths = read.split([len(answers), *(len(p.lengths) for p in pairs)])
+    for p, known in zip(pairs, lengths, strict=True):
+        p.known = known
+    is_set: list[bool] = answers.bool().tolist()
+    if any(is_set[: len(flags)]):
+        raise UnknownRowsError
+    return is_set[len(flags) :]
 
 
 _samples: dict[Any, Tensor] = {}  # see _samples_of
@@ -195,16 +120,6 @@ def _samples_of(rows: Rows, device: torch.device) -> Tensor | None:
             _samples.clear()
         _samples[rows, device] = found.to(device)
     return _samples[rows, device]
-
-
-def _are_saved(nodes: Sequence[Node]) -> tuple[bool, ...]:
-    """Return whether each tensor of rows that products may need is saved, and without hooks."""
-    return tuple(
-        not is_hooked(getattr(node, f"_raw_saved_{name}")) and saved_value(node, name) is not None
-        for node in nodes
-        for _, name in OPERANDS.get(node.name(), {}).values()
-        if name
-    )
 
 
 def _all_products(nodes: Sequence[Node], parameters: Mapping[int, Tensor]) -> list[ExpertProduct]:

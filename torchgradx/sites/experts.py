@@ -87,9 +87,9 @@ class ExpertProduct:
             return torch.bucketize(torch.arange(rows, device=device), self.matrix, right=True)
         return self.matrix % count
 
-    def moved(self, node: Node) -> ExpertProduct:
-        """Return the same at another node, for `operands` alone."""
-        return replace(self, node=node, edge=None, matrix=0)
+    def without_graph(self) -> ExpertProduct:
+        """Return the same for `operands` alone."""
+        return replace(self, node=None, edge=None, matrix=0)
 
     def operands(self, node: Node, g: Tensor | None, parameter: Tensor) -> tuple[Tensor, Tensor]:
         """Return (left, right), by row, whose outer products are the parameter's gradient. g: what
@@ -146,7 +146,7 @@ class ExpertUse:
         self._pairs = {place: group.pairs for place, group in groups.items()}
         for place, group in groups.items():
             for k, product in enumerate(group.products):
-                arrive = partial(self._arrive, place, k, product.moved(None))
+                arrive = partial(self._arrive, place, k, product.without_graph())
                 product.node.register_prehook(arrive)
 
     def begin(self) -> None:

@@ -26,7 +26,7 @@ from ..hooks.copies import stock_of
 from ..layers.modules import CONTAINERS, parameter_of
 from ..layers.rules import Layer
 from .delivery import Delivery, RerunUse
-from .expert_products import Plans, Rows, find_products
+from .expert_products import Rows, find_products
 from .experts import NO_PRODUCTS, ExpertGroup, ExpertUse, is_experts
 from .fallback import CHANNELS_FIRST
 from .native import MAY_MIX, Context, Hooks, why_mixed
@@ -57,7 +57,6 @@ class FallbackSite(Delivery):
         has_kernels = NATIVE and context.options["backend"] == "auto"
         self._may_have_products = has_kernels and is_experts(module)
         self._had_products = False  # some call was served by expert products
-        self._plans: Plans = {}
         # Names and places for `called`, which knows a module's own parameters only.
         in_containers = any("." in name for name in self._names.values())
         names_and_places = tuple(self._names.values()), tuple(self._names)
@@ -184,9 +183,9 @@ class FallbackSite(Delivery):
         if self._may_have_products and single and recorded:
             leads = first.shape[: self.leads(first.dim())]
             of_output = Rows(tuple(leads), run.n, self.presumed)
-            rest = parameters, self._call.first, self._plans
             with contextlib.suppress(Exception):  # the module runs again instead
-                products = find_products(end, of_output, operands, *rest)
+                first_node = self._call.first
+                products = find_products(end, of_output, operands, parameters, first_node)
         if products.groups:
             self._had_products = True
             forwards.note_ends(self._index, first, products.ends)
