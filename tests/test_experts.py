@@ -1,7 +1,6 @@
 """Experts whose weights are the matrices of one parameter [E, *, *], as transformers has them."""
 
 import gc
-import math
 from functools import partial
 
 import pytest
@@ -161,21 +160,17 @@ def test_nothing_runs_again_and_one_proof_holds_whatever_a_batch_chooses(way, ba
         assert "run again" not in str(probe.explain())
 
 
-@pytest.mark.parametrize("way", [*WAYS, "a matrix more"])
+@of_ways
 def test_steps_leave_nothing_behind(way):
-    mixed, counts = mixture(WAYS.get(way, Experts)()), []
-    if way not in WAYS:
-        mixed.experts.up = nn.Parameter(torch.randn(E + 1, D, H) / 2)
-    model = Model(lambda m, x, scales: m.mixed(torch.tanh(math.prod(scales, start=x))), mixed=mixed)
+    model, counts = mixture(WAYS[way]()), []
     with torchgradx.attach(model) as probe:
-        for k in range(40):
-            scales = [0.9] * (1 if way in WAYS else k // 2)  # each count is another structure
-            square(model, torch.randn(N, T, D, requires_grad=True), scales).backward()
+        for k in range(30):
+            square(model, torch.randn(N, T, D, requires_grad=True)).backward()
             assert probe.norms().isfinite().all()
-            if k in (19, 39):
+            if k in (9, 29):
                 gc.collect()
                 counts.append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
-    assert counts[1] - counts[0] < 100, f"tensors after 20 and 40 steps: {counts}"
+    assert counts[1] - counts[0] < 20, f"tensors after 10 and 30 steps: {counts}"
 
 
 @of_ways
@@ -247,18 +242,10 @@ def one(m, rows, k=0):
     return torch.tanh(rows @ m.up[k]) @ m.down[k]
 
 
-def by_place(m, h, alike=False):
-    """Rows of another sample, once `shift` says so. No vmap takes it. alike: one tensor before."""
+def by_place(m, h):
+    """Rows of another sample, once `shift` says so. No vmap takes it."""
     rows = torch.where(h[:, 0] > -2)[0]
-    read = rows if alike and not m.shift else (rows + m.shift * T) % len(h)
-    return torch.zeros_like(h).index_add(0, rows, one(m, h[read]))
-
-
-def other_experts(m, h):
-    """Chosen by one tensor for both products, until `shift` says otherwise."""
-    up, other = ((h[:, k] > 0).long() for k in (0, 1))
-    within = torch.tanh(torch.bmm(h[:, None], m.up[up]))
-    return torch.bmm(within, m.down[other if m.shift else up]).flatten(1)
+    return torch.zeros_like(h).index_add(0, rows, one(m, h[(rows + m.shift * T) % len(h)]))
 
 
 def samples_in_order(m, h):
@@ -279,8 +266,7 @@ def some(m, h):
     return torch.zeros_like(h).index_add(0, rows, one(m, h)[rows])
 
 
-SWITCHED = {f.__name__: f for f in (by_place, samples_in_order, and_a_penalty, other_experts)}
-SWITCHED["one tensor"] = partial(by_place, alike=True)
+SWITCHED = {f.__name__: f for f in (by_place, samples_in_order, and_a_penalty)}
 PLAIN = {
     "a product at the end": lambda m, h: one(m, h).view(h.shape),
     "the last matrix": lambda m, h: one(m, h, -1) + h,
@@ -299,7 +285,7 @@ def stack(use):
 def test_what_was_proven_does_not_hold_once_rows_go_elsewhere(use):
     model = stack(SWITCHED[use])
     with torchgradx.attach(model) as probe:
-        for model.own.shift in (0, 0, 0, 0, 1, 1):
+        for model.own.shift in (0, 0, 1, 1):
             step_or_refused(probe, model, samples())
 
 
