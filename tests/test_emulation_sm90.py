@@ -63,25 +63,10 @@ def swizzled(byte):
     return byte ^ (byte >> 7 & 7) << 4
 
 
-def of_box(row, column):
-    """Byte of an element of two bytes: its 16-byte piece p of row r lies at p ^ r % 8."""
-    piece, within = divmod(2 * column, 16)
-    return 128 * row + 16 * (piece ^ row % 8) + within
-
-
 def of_operand(mn, k, start, between, group):
     """Canonical layout of an operand along m or n: ((8, 8, m), (8, k)) elements, swizzled."""
     inner = 2 * (mn % 8 + 8 * (mn // 8 % 8) + 64 * (k % 8))
     return swizzled(start + inner + between * (mn // 64) + group * (k // 8))
-
-
-def test_boxes_are_operands():
-    """An operand within boxes of 64 rows, 16 rows after the other, as on an H200."""
-    for step in range(4):
-        for mn in range(192):
-            for k in range(16):
-                lies = 8192 * (mn // 64) + of_box(16 * step + k, mn % 64)
-                assert of_operand(mn, k, 2048 * step, 8192, 1024) == lies
 
 
 # sizes, strides in bytes, box, steps, coordinates: inside, at every border, every other element
