@@ -1,62 +1,11 @@
-"""Sizes at both ends, dimensions of zero and more than an int holds; the bytes of workspaces."""
-
-import ctypes
-from functools import cache
-from itertools import product
+"""Sizes at both ends: no channels, more than an int holds; the bytes of workspaces."""
 
 import pytest
 import torch
 from backends import needs_emulation
-from emulation import build
-from emulation.emulator import Emulator
 from emulation.operators import operator, operators
 
 pytestmark = needs_emulation
-
-
-# Dimensions of zero
-@cache
-def launchers():
-    """Without the binding, which would never let them see such sizes."""
-    kernels = [build.kernel(s) for s in sorted(build.KERNELS.glob("*.cu"))]
-    own = build.kernel(build.HERE / "launchers.cu")
-    emulator = Emulator(build.linked("launchers", [own, *kernels, *build.runtime(torch=False)]))
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    for function in (emulator.c.launch_linear, emulator.c.launch_conv2d):
-        integers = [ctypes.c_int] * 2 + [ctypes.c_int64] * 4
-        function.argtypes = [*integers, pointer, pointer, pointer, pointer, size]
-    return emulator
-
-
-EMPTY = [sizes for sizes in product((0, 2), repeat=4) if 0 in sizes]
-
-
-@pytest.mark.parametrize("dtype", [0, 3], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("which", range(4), ids=["direct", "fused", "gram", "bias"])
-@pytest.mark.parametrize("layer", ["linear", "conv2d"])
-def test_sizes_of_zero_give_zeros(layer, which, dtype):
-    library, launch = launchers(), getattr(launchers().c, f"launch_{layer}")
-    for sizes in EMPTY:
-        operands, workspace = torch.zeros(4096), torch.empty(1 << 14)
-        sq_norms, gradients = torch.full((2, 2), torch.nan), torch.full((128,), torch.nan)
-        spans = [
-            (x.data_ptr(), x.nbytes, x is not operands)
-            for x in (operands, sq_norms, gradients, workspace)
-        ]
-        with library.buffers(*spans):
-            addresses = (address for address, *_ in spans)
-            error = launch(which, dtype, *sizes, *addresses, workspace.nbytes)
-        library.expect_silence()
-        assert error == 0, sizes
-        n, _, i, o = sizes
-        norms = {"gram": slice(0, n), "bias": slice(n, 2 * n)}
-        wanted = norms.get(["direct", "fused", "gram", "bias"][which], slice(0, 2 * n))
-        assert sq_norms.flatten()[wanted].eq(0).all(), sizes
-        if which == 1:
-            written = gradients.view(torch.bfloat16) if dtype else gradients
-            weight, bias = written[: o * i], gradients[64:].view(written.dtype)[:o]
-            assert weight.eq(0).all(), sizes
-            assert bias.eq(0).all(), sizes
 
 
 def test_an_image_of_no_channels_has_no_norm():
