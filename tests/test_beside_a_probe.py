@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from attach_models import Model
 from attach_oracle import close, loop, per_model
+from clip_oracle import bounded, is_sum, weighted
+from clip_oracle import gradients as each
 from test_score import C, classifier, entropy, pool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -68,6 +70,7 @@ def score(model, x, y):
 def test_whatever_runs_between_leaves_the_record_as_it_is(name, options):
     model, (x, y), other = MODELS[name](), batch(), batch(5)
     want = norms_of(model, x, y)
+    clipped = weighted(each(model, entropy, x, y), bounded({"": want}, want.median()), "model")
     model.zero_grad()
     entropy(model, x, y).backward()
     gradients = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
@@ -92,6 +95,7 @@ def test_whatever_runs_between_leaves_the_record_as_it_is(name, options):
                     torch.testing.assert_close(p.grad, held)
             if options.get("clip"):
                 close(probe.clip_grad_norm_(float(want.median())), want)
+                is_sum(model, {key: g / N for key, g in clipped.items()})
             model.zero_grad()
             assert [type(m) for m in model.modules()] == attached
     del loss

@@ -370,7 +370,7 @@ class Attachment:
     def _received(self, place: int, gradient: Tensor | None) -> None:
         if self._recorder.shields:
             self._audit.mute_user_hooks(place)
-        elif gradient is not None and not self._samples.is_silent:
+        elif gradient is not None and not (self._samples.is_silent or self._asides):
             self._record.tape.add_other(place, gradient)
 
     def _settle(self) -> None:
