@@ -120,6 +120,14 @@ def test_two_optimizers_of_which_one_has_unscaled():
         probe.clip_grad_norm_(BOUND)
 
 
+def test_an_overflow_that_is_unscaled_is_not_refused():
+    model, x, scaler = mlp(), batch().float(), torch.amp.GradScaler("cpu")
+    with torchgradx.attach(model, clip=True, loss_scale=scaler) as probe:
+        scaler.scale((model(x) - 1e38).square().mean()).backward()
+        scaler.unscale_(torch.optim.SGD(model.parameters(), 0.0))
+        assert not probe.clip_grad_norm_(BOUND).isfinite().any()
+
+
 def dropping():
     """Runs again when it is clipped, as it ran: its gradients by sample are larger than its
     output, and not kept."""

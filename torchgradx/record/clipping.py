@@ -118,7 +118,9 @@ class ClipTape:
         before, grad = self._elements.get(place), self._tensors[place].grad
         if before is None or grad is None:
             return False
-        return bool(before.any()) and torch.equal(_some_elements(grad), before)
+        finite = before.isfinite()  # inf and nan stay as they are
+        before, now = before[finite], _some_elements(grad)[finite]
+        return bool(before.any()) and torch.equal(now, before)
 
     def undo(self, alone: bool) -> None:
         """Note that a backward failed. alone: the record holds nothing else."""
