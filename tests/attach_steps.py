@@ -78,8 +78,9 @@ def attempt(model, loss, *batch, **options):
             return probe.norms(per="parameter"), None, True
         except torchgradx.CoverageError as error:
             refusal = error
-            with pytest.raises(torchgradx.CoverageError):
-                probe.norms()
+        model.requires_grad_(False)  # what is frozen since is refused all the same
+        with pytest.raises(torchgradx.CoverageError):
+            probe.norms()
     finally:
         if probe is not None:
             probe.remove()

@@ -23,7 +23,8 @@ def require_all(
     sound = recorder.sound and all(run.sound for run in runs)
     if sound and not record.mismatched and not record.refused:
         return
-    trainable = parameters.trainable()
+    # Those that were trained as well: a parameter may be frozen between backward and the read.
+    trainable = sorted(set(parameters.trainable()).union(*(run.trainable for run in runs)))
     causes: dict[int, str] = {}
     if any(run.create_graph for run in runs):
         causes = dict.fromkeys(trainable, "create_graph")
