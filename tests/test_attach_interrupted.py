@@ -1,6 +1,7 @@
 """A step that an exception interrupts, or in which a probe leaves, leaves nothing behind."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -135,6 +136,18 @@ def test_what_was_refused_in_a_failed_backward_is_not_held_against_the_next(opti
         step_is_exact(probe, model, x, options)
         fails(square(model, x), create_graph=True)
         step_is_exact(probe, model, x, options)
+
+
+@modes
+@pytest.mark.parametrize("fails", [int, sys.exit])
+def test_a_forward_that_fails_among_those_of_the_same_samples(fails, options):
+    model = Model(lambda m, x, last: last(m.a(x.transpose(0, 1)).tanh().transpose(0, 1)),
+                  a=linear(), b=linear()).double()  # fmt: skip
+    with torchgradx.attach(model, **options) as probe, probe.same_samples():
+        x = torch.randn(N, N, 3).double()
+        with pytest.raises((ValueError, SystemExit)):
+            model(x, fails)
+        exact_step(probe, model, x, loss=lambda m, x: square(lambda x: m(x, m.b), x))
 
 
 @modes

@@ -90,22 +90,25 @@ UNSEEN = {  # what a forward gives, and its logits
 
 @a_few_modes
 @pytest.mark.parametrize("own", [False, True], ids=["", "parameters of its own"])
+@pytest.mark.parametrize("turned", [False, True], ids=["", "sequence first"])
 @pytest.mark.parametrize("name", UNSEEN)
-def test_outputs_that_are_not_seen_are_exact_or_refused(name, own, options):
+def test_outputs_that_are_not_seen_are_exact_or_refused(name, turned, own, options):
     give, take = UNSEEN[name]
 
     def forward(m, x):
-        h = torch.tanh(m.l(x))
-        m.logits = m.o(h * m.scale if own else h)
+        h = torch.tanh(m.l(x.transpose(0, 1) if turned else x))
+        h = m.o(h * m.scale if own else h)
+        m.logits = h.mean(0) if turned else h
         return give(m.logits)
 
     model = Model(forward, l=nn.Linear(3, 4), o=nn.Linear(4, 2), scale=torch.randn(4))
     loss = lambda m, x: take(m, m(x)).square().sum(1).mean()  # noqa: E731
+    x = torch.randn(*[N] * (1 + turned), 3)
     if own:
-        refused(model, loss, torch.randn(N, 3), names=["scale"], **options)
+        refused(model, loss, x, names=["scale"], **options)
     else:
         model.logits = None
-        exact_or_refused(model, loss, torch.randn(N, 3), **options)
+        exact_or_refused(model, loss, x, **options)
 
 
 D = 4

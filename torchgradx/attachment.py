@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .extension import NATIVE
 from .graph.arguments import batch_size, is_broadcast, tensors_in
+from .graph.layout import NOWHERE
 from .graph.modes import without_user_modes
 from .hooks.engine import weakly
 from .layers.table import Parameters, find_layers
@@ -178,11 +179,22 @@ class Attachment:
         """End forwards that an interrupt ended, for which torch ran no hooks."""
         calls = self._local.calls
         while calls and not is_running(calls[-1]):
-            calls.pop()
-            self._recorder.pop()
+            run = self._recorder.current()
+            self._pop(run, [*self._local.inner, *run.uses()] if run else [], None)
             self._audit.forwards.stop()
             if self._keeping is not None:
                 self._keeping.end()
+
+    def _pop(self, run: Any, uses: list[Any], out: Any) -> bool:
+        """End the latest forward. Return True if it ran inside another one of its pass."""
+        self._recorder.pop()
+        self._local.calls.pop()
+        inner = run and self._recorder.depth() and self._recorder.current() is run
+        self._local.inner = uses if inner else []  # of a root that calls itself
+        if out is None and run and not inner and run.n > 1 and self._options["check"] != "off":
+            # It failed, or returned nothing: no gradient can come from its outputs.
+            run.layouts = [*run.layouts, *[NOWHERE] * len(uses)]
+        return bool(inner)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         self._settle()
@@ -289,10 +301,7 @@ class Attachment:
         if whole and run and verdicts is None and not self._segments.applies(self._local.ids):
             recalled = self._audit.recall(run, key, trace, found)
         uses = [] if run is None or recalled else [*self._local.inner, *run.uses()]
-        self._recorder.pop()
-        self._local.calls.pop()
-        inner = run and self._recorder.depth() and self._recorder.current() is run
-        self._local.inner = uses if inner else []  # of a root that calls itself
+        inner = self._pop(run, uses, out)
         if not self._standing.on and sys.exc_info()[0] is None:  # else torch iterates over hooks
             self._drained()
         if out is None and run and not NATIVE:  # a structure that nobody sees, and no edges counted
