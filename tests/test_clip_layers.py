@@ -136,6 +136,12 @@ def test_directions_may_change_with_every_pass(options):
             dots = probe.dot()
             assert torch.allclose(dots, exact(model, x, directions), rtol=1e-9)
             assert (dots.dtype, dots.requires_grad) == (torch.float64, False)
+        probe.directions = {}
+        loss = square(model, x)
+        probe.directions = directions  # too late
+        loss.backward()
+        with pytest.raises(RuntimeError, match="before the forward"):
+            probe.dot()
 
 
 def test_scales_and_signs_and_accumulation():

@@ -74,12 +74,13 @@ class Probe(Attachment):
             RuntimeError: no directions were given before the forward.
             CoverageError: as for `norms`.
         """
-        if not self._directions:
+        if self._directions:
+            self._ready()
+        if not (self._directions and all(run.directions for run, _ in self._record.runs)):
             raise RuntimeError(
                 "dot() needs directions: attach(..., directions={parameter name: tensor}), or set "
                 "probe.directions before the forward"
             )
-        self._ready()
         return self._record.dots()
 
     @property
