@@ -51,6 +51,11 @@ def unscaled(model, x):
         p.grad = p.grad / 1024
 
 
+def decayed_before_a_penalty(model, x):
+    decayed(model, x)
+    sum(p.square().sum() for p in model.parameters()).backward()
+
+
 def input_read_anew(model, x):
     x.copy_(batch())
 
@@ -66,6 +71,7 @@ def weights_stepped(model, x):
 SPOILED = {  # what the refusal says, and options with which it comes
     decayed: ("changed since the backward", [{}]),
     unscaled: ("changed since the backward", [{}]),
+    decayed_before_a_penalty: ("changed between", [{}]),
     input_read_anew: ("0.weight", EVERY),
     weights_stepped: ("once a step", EVERY),
 }

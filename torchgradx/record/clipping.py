@@ -29,6 +29,8 @@ MAX_WAITING = 64  # sums that wait for a copy: their memory must not add up
 
 # A parameter's place, and its clipped gradient from one use: a tensor, to be multiplied by a number
 Sum: TypeAlias = tuple[int, Tensor, float]
+# Address and version of a .grad, and whether it is sparse
+Mark: TypeAlias = tuple[int, int, bool]
 
 
 class ClipTape:
@@ -41,7 +43,7 @@ class ClipTape:
         self._others: dict[int, Tensor] = {}  # by place: .grad without the record's part
         self._versions: list[int] = []  # of the parameters when the record began
         self._hooks: dict[int, tuple[Tensor, Any]] = {}  # by place: the parameter, and a handle
-        self._marks: dict[int, tuple[int, int]] = {}  # by place: _mark of .grad after a backward
+        self._marks: dict[int, Mark] = {}  # by place: _mark of .grad after a backward
         self._elements: dict[int, Tensor] = {}  # by place: some of .grad's then, under a GradScaler
         self._idle: set[int] = set()  # places that received no gradient
         self._is_torn = False  # .grad changed between the passes of a record
@@ -94,7 +96,10 @@ class ClipTape:
         """Mark .grad as a backward of the record leaves it."""
         grad = p.grad
         if grad is not None and self._versions:
-            self._marks[place] = _mark(grad)
+            before, mark = self._marks.get(place), _mark(grad)
+            if before is not None and self._ddp() is None and not _is_sum(before, mark, grad):
+                self._is_torn = True
+            self._marks[place] = mark
             if isinstance(self._loss_scale, torch.amp.GradScaler):
                 self._elements[place] = _some_elements(grad)
 
@@ -241,9 +246,15 @@ def _values(grad: Tensor) -> Tensor:
     return grad._values() if grad.is_sparse else grad
 
 
-def _mark(grad: Tensor) -> tuple[int, int]:
+def _mark(grad: Tensor) -> Mark:
     """Return what differs once a gradient was exchanged or written into."""
-    return _values(grad).data_ptr(), grad._version
+    return _values(grad).data_ptr(), grad._version, grad.is_sparse
+
+
+def _is_sum(before: Mark, after: Mark, grad: Tensor) -> bool:
+    """Return True if autograd alone may have turned one .grad into another: it adds in place, but
+    for sparse gradients and under create_graph."""
+    return before[2] or grad.requires_grad or after[:2] == (before[0], before[1] + 1)
 
 
 def _some_elements(grad: Tensor) -> Tensor:
