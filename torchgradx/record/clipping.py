@@ -279,16 +279,22 @@ def _put(
     assert grad is not None
     if grad.is_sparse:
         before = grad if adds else other
-        total = value.mul(scale) if before is None else before.to_dense() + value.mul(scale)
+        total = _scaled(value, scale, p)
+        total = total if before is None else before.to_dense() + total
         p.grad = total.to(p.dtype).to_sparse(1)
     elif adds:
         grad.add_(value, alpha=scale)
     elif other is not None:
         grad.copy_(other.to_dense()).add_(value, alpha=scale)
-    elif may_swap and scale == 1 and _can_swap(grad, value):
-        grad.data = value
+    elif may_swap and _can_swap(grad, value):
+        grad.data = _scaled(value, scale, p)
     else:
-        grad.copy_(value if scale == 1 else value * scale)
+        grad.copy_(_scaled(value, scale, p))
+
+
+def _scaled(value: Tensor, scale: float, p: Tensor) -> Tensor:
+    """Return scale * value, in no narrower dtype than p's: float16 has few small numbers."""
+    return value if scale == 1 else value.to(torch.promote_types(value.dtype, p.dtype)) * scale
 
 
 def _can_swap(grad: Tensor, value: Tensor) -> bool:
@@ -349,17 +355,17 @@ def _add(p: Tensor, value: Tensor, scale: float) -> Tensor | None:
     """Add a sum to .grad. Return it if it must be copied into a new .grad of other strides."""
     grad = p.grad
     if grad is None and value.is_sparse:
-        p.grad = value * scale
+        p.grad = _scaled(value, scale, p)
     elif grad is None:
         value = value.detach() if value.requires_grad else value
         value = value if value.shape == p.shape else value.reshape(p.shape)
-        value = value if scale == 1 else value * scale
+        value = _scaled(value, scale, p)
         is_alike = value.dtype == p.dtype and value.stride() == p.stride()
         p.grad = value if is_alike else torch.empty_like(p)
         return None if is_alike else value
     elif grad.is_sparse:
         value = value if value.is_sparse else value.reshape(p.shape).to_sparse(1)
-        p.grad = grad + value * scale
+        p.grad = grad + _scaled(value, scale, p)
     else:
         grad.add_(detached_dense(value).reshape(p.shape), alpha=scale)
     return None

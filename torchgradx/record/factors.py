@@ -28,17 +28,18 @@ class ClipGroup:
         return not self._factors.is_cpu or bool((self._factors != 1).any())
 
     def factors(self, k: int, p: Tensor, unscaled: float) -> tuple[Tensor, float]:
-        """Return factors [N] of pass k, times `unscaled`, and a scale that was divided out of them:
-        the sums in float16, which has few small numbers, are multiplied by it at the end."""
+        """Return factors [N] of pass k, and a scale that the sums are multiplied by in the dtype of
+        .grad: `unscaled`, and the largest factor where the sums may be in float16, which has few
+        small numbers."""
         key = k, p.device, p.dtype
         if key not in self._by_pass:
-            wide, scale = accumulation_dtype(p.dtype), 1.0
+            wide, largest = accumulation_dtype(p.dtype), 1.0
             factors = self._factors.split(self._sizes)[k].to(p.device)
-            factors = factors if unscaled == 1 else factors * unscaled
-            if p.dtype == torch.float16 and len(factors):
-                largest = float(factors.abs().amax())
-                scale = largest if 0 < largest < float("inf") else 1.0
-            self._by_pass[key] = (factors if scale == 1 else factors / scale).to(wide), scale
+            if (p.dtype == torch.float16 or unscaled != 1) and len(factors):
+                found = float(factors.abs().amax())
+                largest = found if 0 < found < float("inf") else 1.0
+            factors = factors if largest == 1 else factors / largest
+            self._by_pass[key] = factors.to(wide), largest * unscaled
         return self._by_pass[key]
 
 
