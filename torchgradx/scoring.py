@@ -119,8 +119,9 @@ class LossReduction:
             node = found[0]
             target, weight = node._saved_target, node._saved_weight
             ignored = to_signed(node._saved_ignore_index)
-            counts = (target != ignored).float()
-            self._counts = counts if weight is None else counts * weight[target.clamp_min(0)]
+            counted = target != ignored
+            each = 1.0 if weight is None else weight[target.masked_fill(~counted, 0)]
+            self._counts = counted.float() * each
 
     def compare(self, probe: Probe) -> None:
         """Refuse norms that are not of the samples' own losses, as the probe expects them."""
