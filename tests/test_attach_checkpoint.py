@@ -45,6 +45,15 @@ def test_checkpointed_blocks_are_exact(name, reentrant, options):
     check(checkpointed(reentrant, BLOCKS[name]()), square, torch.randn(N, 3), **options)
 
 
+@fallback_mode
+def test_more_reentrant_checkpoints_than_backwards_that_are_remembered(options):
+    model = Model(lambda m, x: m.out(functools.reduce(
+        lambda x, layer: x + checkpoint(layer, x / 9, use_reentrant=True), m.layers, m.into(x))),
+        into=nn.Linear(3, 4), layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(66)),
+        out=nn.Linear(4, 2))  # fmt: skip
+    check(model, square, torch.randn(N, 3), **options)
+
+
 class Reversible(torch.autograd.Function):
     """Its backward runs another one, which adds to `.grad` by itself."""
 

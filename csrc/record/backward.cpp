@@ -129,7 +129,11 @@ bool Recorder::audited(int64_t task) const {
 
 bool Recorder::audit(int64_t task) {
   if (contains(audited_, task)) return false;
-  if (audited_.size() >= 64) audited_.erase(audited_.begin());
+  if (audited_.size() >= 64) {  // those that are open stay: more may run inside of one
+    const auto ended = [&](int64_t each) { return tallies_.count(each) == 0; };
+    const auto first = std::find_if(audited_.begin(), audited_.end(), ended);
+    if (first != audited_.end()) audited_.erase(first);
+  }
   audited_.push_back(task);
   return true;
 }

@@ -120,7 +120,9 @@ class Recorder:
 
     def add_audited(self, task: int) -> None:
         if task not in self._audited:
-            self._audited = [*self._audited[-63:], task]
+            # Those that are open stay: more may run inside of one.
+            former = [each for each in self._audited[:-63] if each in self._refusals]
+            self._audited = [*former, *self._audited[-63:], task]
 
     def refuse(self, site: int, reason: str) -> None:
         task = torch._C._current_graph_task_id()
