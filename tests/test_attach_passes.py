@@ -148,9 +148,10 @@ def test_a_grad_scaler_is_undone_at_its_value_in_that_pass_even_after_update():
 
 
 @a_few_modes
-def test_the_gradient_of_the_input_taken_first_does_not_add_to_the_norms(model, options):
+@pytest.mark.parametrize("check", ["graph", "samples"])
+def test_the_gradient_of_the_input_taken_first_does_not_add_to_the_norms(model, check, options):
     x = samples().requires_grad_()
-    with torchgradx.attach(model, **options) as probe:
+    with torchgradx.attach(model, check=check, **options) as probe:
         loss = square(model, x)
         torch.autograd.grad(loss, x, retain_graph=True)
         loss.backward()

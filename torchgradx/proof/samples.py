@@ -45,7 +45,8 @@ class KeptForward:
     regime: Regime
     key: Any  # of its structure
     may_share: bool  # the shapes do not tell an argument by sample from one that samples share
-    grads: dict[int, Tensor] = field(default_factory=dict)  # by output
+    task: int = -1  # the latest backward in which gradients arrived
+    grads: dict[int, Tensor] = field(default_factory=dict)  # by output, in that backward
     outputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # with their versions
     taken: dict[int, Tensor] = field(default_factory=dict)  # by output: see taken_rows()
 
@@ -129,19 +130,24 @@ class Samples:
 
     def _arrive(self, serial: int, call: KeptForward, output: int, g: Tensor) -> None:
         """Add up the gradient of an output: it may come in parts."""
-        if self.is_silent or torch._C._current_graph_task_id() == -1:
+        task = torch._C._current_graph_task_id()
+        if self.is_silent or task == -1:
             return
+        if call.task != task:  # autograd.grad came before, for example
+            call.task, call.grads = task, {}
         before = call.grads.get(output)
         call.grads[output] = g.detach() if before is None else before + g.detach()
         calls = self._arrived.setdefault(serial, [])
         if all(call is not other for other in calls):
             calls.append(call)
 
-    def check(self, runs: Sequence[Pass]) -> None:
-        """Check these passes at the end of their first backward. Never raises."""
+    def check(self, runs: Sequence[Pass], tasks: Sequence[int]) -> None:
+        """Check these passes at the end of their first backward. Never raises.
+        tasks: that backward, and those that ran inside it."""
         for run in runs:
-            calls = self._arrived.pop(run.serial, [])
-            if calls and not any(call.key in self._checked or call.may_share for call in calls):
+            calls = [call for call in self._arrived.pop(run.serial, []) if call.task in tasks]
+            is_known = all(call.key in self._checked for call in calls)
+            if not is_known and not any(call.may_share for call in calls):
                 self._check(run, calls)
         self._arrived.clear()
 

@@ -22,7 +22,8 @@ class Backwards:
 
     def __init__(self, recorder: Recorder, over: Any, finished: Any) -> None:
         """over: called after each backward with its tasks, and False if it failed. finished: called
-        last in the outermost backward, with the passes that no backward had reached before."""
+        last in the outermost backward, with the passes that no backward had reached before, and its
+        tasks."""
         self._recorder, self._over, self.finished = recorder, over, finished
         self.open: dict[int, _Backward] = {}  # by task
 
@@ -116,7 +117,7 @@ class _Backward:
     def finish(self) -> None:
         self.is_done = self.is_over = True
         if torch._C._current_autograd_node() is None:  # no backward runs around this one
-            self._owner.finished(self._new_passes)
+            self._owner.finished(self._new_passes, self.tasks)
 
 
 class _End:
