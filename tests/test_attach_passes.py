@@ -174,8 +174,9 @@ def test_the_probe_works_while_parameters_train_and_gradients_are_changed_before
 
 
 @pytest.mark.parametrize("how", ["one forward each", "one backward each"])
+@pytest.mark.parametrize("check", ["graph", "samples"])
 @every_mode
-def test_forwards_of_the_same_samples_add_their_gradients(model, how, options):
+def test_forwards_of_the_same_samples_add_their_gradients(model, how, check, options):
     x, z = samples(), samples()
 
     def siamese(model, x, z):
@@ -185,7 +186,8 @@ def test_forwards_of_the_same_samples_add_their_gradients(model, how, options):
         return square(model, x) + square(model, z)
 
     loss = siamese if how == "one forward each" else apart
-    with torchgradx.attach(model, **options) as probe:
+    with torchgradx.attach(model, check=check, **options) as probe:
+        exact_step(probe, model, x)
         with probe.same_samples():
             if loss is siamese:
                 siamese(model, x, z).backward()

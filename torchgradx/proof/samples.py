@@ -96,8 +96,8 @@ class Samples:
 
     def listen(self, run: Pass, key: Any, module: nn.Module, arguments: Any, out: Any) -> None:
         """Keep what the check needs at the end of a forward, if its structure is new."""
-        if not self._is_on or run.n < 2 or key in self._checked:
-            return
+        if not self._is_on or run.n < 2 or (key in self._checked and not run.keep):
+            return  # known; of joint forwards, all run alone where one of them is new
         reason = self._why_skipped(run.n, module, arguments)
         if reason:
             self._checked[key] = reason
