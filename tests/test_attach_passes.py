@@ -198,6 +198,15 @@ def test_forwards_of_the_same_samples_add_their_gradients(model, how, check, opt
         exact_step(probe, model, z)
 
 
+@a_few_modes
+def test_forwards_of_the_same_samples_may_be_served_otherwise(options):
+    """The first runs again; the second is served at the graph's nodes."""
+    model = Model(lambda m, x, k: m.l(x) * m.w[k], l=nn.Linear(3, 3), w=torch.randn(3, 3)).double()
+    both = lambda m, x: sum(square(lambda x, k=k: m(x, k), x) for k in (x.argmax(1), 0))  # noqa: E731
+    with torchgradx.attach(model, **options) as probe, probe.same_samples():
+        exact_step(probe, model, samples(), loss=both)
+
+
 MEAN_NOTHING = {
     "batch_size": [0, 2.0],
     "layout": ["batch", {"": "samples"}, {1: "batch"}, {"no_module": "batch"}, {"a.*": "batch"}],

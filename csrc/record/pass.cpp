@@ -203,9 +203,10 @@ void Pass::enclose(const std::vector<int64_t>& parameters, uint64_t first) {
   spans_.push_back({{at::RecordFunction::currentThreadId(), first, at::sequence_number::peek()}, parameters});
 }
 
-void Pass::disclose(const std::vector<int64_t>& parameters) {
+void Pass::disclose(const std::vector<int64_t>& parameters, uint64_t first) {
   const auto disclosed = [&](int64_t p) { return contains(parameters, p); };
   for (Span& span : spans_) {
+    if (span.made.first < first) continue;
     auto& those = span.parameters;
     those.erase(std::remove_if(those.begin(), those.end(), disclosed), those.end());
   }

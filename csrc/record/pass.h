@@ -249,7 +249,8 @@ class Pass : public std::enable_shared_from_this<Pass> {
   // Nodes made since `first` on this thread belong to a module that is run again whole: its uses of these need no
   // counting.
   void enclose(const std::vector<int64_t>& parameters, uint64_t first);
-  void disclose(const std::vector<int64_t>& parameters);  // they are served at the graph's nodes: count them again
+  // In what was made since `first` they are served at the graph's nodes: count them again.
+  void disclose(const std::vector<int64_t>& parameters, uint64_t first);
   // The nodes between some parameters and where samples come in: only these may give those inside (true) a gradient,
   // else the sites that they serve are refused.
   void guard(const std::vector<std::pair<const Node*, bool>>& nodes, std::vector<int64_t> sites);

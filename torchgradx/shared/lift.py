@@ -147,7 +147,7 @@ class Lift:
         )  # it must not own `match`, whose outline owns the graph
         run.enclose(match.uncounted, first)
         if match.counted:
-            run.disclose(match.counted)
+            run.disclose(match.counted, first)
         if match.stations is None:
             refuse(run, "otherwise")
             return
