@@ -85,7 +85,9 @@ def test_what_frequencies_of_the_batch_divide_is_refused_where_it_is_replayed(fu
 UNSEEN = {  # what a forward gives, and its logits
     "an object": (lambda logits: SimpleNamespace(logits=logits), lambda m, out: out.logits),
     "nothing": (lambda logits: None, lambda m, out: m.logits),
-}
+    "a nested tensor": (lambda logits: torch.nested.as_nested_tensor([*logits[..., None]]),
+                        lambda m, out: out.to_padded_tensor(0.0)[..., 0]),
+}  # fmt: skip
 
 
 @a_few_modes

@@ -97,6 +97,8 @@ class TokenWatch:
     def watch(self, outputs: Sequence[Tensor], n: int) -> None:
         """Look at the gradients that a forward's outputs will receive."""
         for tensor in outputs if n > 1 else ():
+            if tensor.is_nested:  # it has no sizes
+                continue
             if tensor.device.type != "cpu" and self._reads & (self._reads - 1):
                 continue  # reading a gradient takes time there: only after 0, 1, 2, 4, 8, ... reads
             node, dim = tensor.grad_fn, self._sample_dim(tensor, n)
