@@ -77,6 +77,11 @@ def test_a_backward_that_creates_a_graph_is_exact_or_refused(options):
     with torchgradx.attach(model, **options) as probe:
         square(model, x).backward(create_graph=True)
         read_or_refused(probe, want, "create_graph")
+        loss = square(model, x)
+        loss.backward(create_graph=True)
+        probe.reset()
+        loss.backward()
+        close_named(probe.norms(per="parameter"), want)
     model.zero_grad()
 
 

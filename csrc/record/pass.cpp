@@ -370,7 +370,7 @@ std::vector<int64_t> Pass::changed() const {
 }
 
 void Pass::clear() {
-  recorded = false;
+  recorded = create_graph = false;
   dots = Tensor();
   take_tape();
   for (Entry& entry : entries) {

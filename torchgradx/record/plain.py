@@ -196,7 +196,7 @@ class Pass:
         self.clear()
 
     def clear(self) -> None:
-        self.recorded = False
+        self.recorded = self.create_graph = False
         self._sq_norms: dict[int, Tensor] = {}
         self._terms: dict[int, list[tuple[KeptTerm, Versions]]] = {}
         self._late: set[int] = set()
