@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from attach_models import Model, square, square_second
 from attach_modes import a_few_modes, every_mode, fallback_mode
 from attach_oracle import check
-from attach_steps import exact_or_refused, exact_steps, refused
+from attach_steps import exact_or_refused, exact_steps, refused, step_or_refused
 from test_steps_cost import t5
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -116,6 +116,27 @@ def test_what_is_not_said_is_exact_or_refused_and_never_wrong(name, options):
     refusal = exact_or_refused(make(), square, torch.randn(shape), **options)
     if refusal is not None and ("rows" in name or "images" in name or "transposed" in name):
         assert "layout" in str(refusal), f"what to do is not in: {refusal}"
+
+
+INTERIOR = {  # rows [T N S], which have the order of a layout at T = 1 or S = 1 alone
+    "a layer": lambda m, h: m.n(torch.tanh(m.a(h))),
+    "a parameter": lambda m, h: torch.tanh(torch.tanh(h) * m.w),
+}
+
+
+@a_few_modes
+@pytest.mark.parametrize("first", [(4, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize("how", INTERIOR)
+def test_flat_rows_with_the_samples_inside_are_exact_or_refused(how, first, options):
+    def forward(m, x):  # [N, T, S, 3]
+        x = x.transpose(0, 1)
+        return m.b(INTERIOR[how](m, x.reshape(-1, 3)).view(x.shape).mean((0, 2)))
+
+    parts = {"a": nn.Linear(3, 3), "n": nn.LayerNorm(3), "b": nn.Linear(3, 2), "w": torch.randn(3)}
+    model = Model(forward, **parts).double()
+    with torchgradx.attach(model, **options) as probe:
+        for t, s in (first, first, (4, 2), (5, 2)):
+            step_or_refused(probe, model, torch.randn(3, t, s, 3).double())
 
 
 @a_few_modes

@@ -112,10 +112,10 @@ def test_other_batches_of_the_same_sizes_are_not_proven_anew(forward, backwards)
     parts = {"words": nn.Embedding(61, 8), "places": nn.Embedding(16, 8), "inner": nn.Linear(8, 8)}
     model = Model(forward, **parts, head=nn.Linear(8, 61))
     with torchgradx.attach(model) as probe:
-        for step in range(3):
+        for t, most in [(8, 5), (8, 0), (8, 0), (10, 1), (6, 1), (7, 1), (10, 0), (6, 0)]:
             backwards.clear()
-            exact_step(probe, model, torch.randint(3, 61, (5, 8)), rtol=1e-4)
-            assert bool(backwards) == (step == 0)
+            exact_step(probe, model, torch.randint(3, 61, (5, t)), rtol=1e-4)
+            assert len(backwards) <= most
 
 
 def test_no_kernel_reads_beyond_a_weight():

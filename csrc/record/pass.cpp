@@ -164,7 +164,9 @@ int64_t Pass::call(int64_t site, const std::vector<Slot>& slots, at::IntArrayRef
   note(site);
   note(static_cast<int64_t>(sizes.size()));
   for (const int64_t size : sizes) structure = mixed(structure, size == n ? 1 : 2);
-  if (!sizes.empty()) structure = mixed(structure, n > 0 && sizes[0] % n == 0 ? 3 : 4);
+  // Rows [T N S] at T = 1 or S = 1 are in the order of another layout: its proof holds for one T S. [N, T, *] is clear.
+  const size_t flat = n > 1 && !sizes.empty() && sizes[0] != n ? (sizes.size() > 2 ? 2 : 1) : 0;
+  for (const int64_t size : sizes.slice(0, flat)) note(size % n == 0 ? size / n : -1);
   const int64_t rows = sizes.empty() ? 0 : c10::multiply_integers(sizes.slice(0, sizes.size() - 1));
   note(ago(rows));
   for (const Tensor& t : given) note(samples_in(t, n));

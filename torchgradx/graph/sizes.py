@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from .layout import Watched, layout_from_sizes
+from .layout import BATCH, LAST, MINOR, SECOND, Watched, layout_from_sizes
 from .nodes import Graph, Node, Shape, shape_of
 
 RESHAPES = {"ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"}
@@ -20,12 +20,14 @@ def leading_sizes(shape: Shape, n: int) -> Shape:
     return shape[: 1 + is_second] or (1,)
 
 
-def look_of(shape: Sequence[int], n: int) -> tuple[Any, ...]:
+def look_of(shape: Sequence[int], n: int, layout: int = BATCH) -> tuple[Any, ...]:
     """Return a key: a layout proven in one shape holds in another shape with the same key.
-    It has the number of leading 1s, since at T = 1 rows t*N+n and n*T+t are the same."""
+    It has the number of leading 1s, since at T = 1 rows t*N+n and n*T+t are the same; and the rows
+    of each sample: rows [T N S] have the order of a layout at T = 1 or S = 1."""
     ones = next((d for d, size in enumerate(shape) if size != 1), len(shape))
-    is_multiple = n > 0 and ones < len(shape) and shape[ones] % n == 0
-    return ones, is_multiple, *(size == n for size in shape)
+    dim = {SECOND: 1, MINOR: 1, LAST: len(shape) - 1}.get(layout, ones)
+    size = shape[dim] if n > 1 and dim < len(shape) else n
+    return ones, size // n if n and size % n == 0 else -1, *(size == n for size in shape)
 
 
 def layout_of_shape(shape: Shape, n: int) -> int | None:

@@ -64,7 +64,7 @@ class LiftPlan:
                 continue
             use = Watched(node, graph.last(node), leading_sizes(shape, n))
             ends.append((use, layout))
-            alike = look_of(shape, n) == look_of(before, self.n)
+            alike = look_of(shape, n, layout) == look_of(before, self.n, layout)
             if not alike and n != self.n and len(shape) == len(before):
                 # A dimension that kept its size while N changed does not hold the samples.
                 rest = tuple(0 if a == b == n else b for a, b in zip(before, shape, strict=True))
