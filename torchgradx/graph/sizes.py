@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from .layout import BATCH, LAST, MINOR, SECOND, Watched, layout_from_sizes
+from .layout import BATCH, LAST, MINOR, SECOND, SEQUENCE, Watched, layout_from_sizes
 from .nodes import Graph, Node, Shape, shape_of
 
 RESHAPES = {"ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"}
@@ -59,8 +59,19 @@ def _only_layout(leads: Sequence[int], views: Sequence[Shape], n: int) -> int | 
         rows.append(next((cut for cut in cuts if prod(cut) == prod(leads)), ()))
     if n > 1 and any(sizes.count(n) > 1 for sizes in rows):
         return None
-    layouts = {layout_from_sizes(sizes, n) for sizes in rows} - {None}
+    layouts = {_layout_as(sizes, rows[0], n) for sizes in rows} - {None}
     return layouts.pop() if len(layouts) == 1 else None
+
+
+def _layout_as(sizes: Shape, leads: Shape, n: int) -> int | None:
+    """Return the layout that sizes show, if the rows of `leads` have the same samples under it:
+    [T, N, S] shows samples inside the rows [T N S], which have no layout. See layout.owners()."""
+    layout = layout_from_sizes(sizes, n)
+    if n > 1 and layout == BATCH and leads[0] % n:
+        return None
+    if n > 1 and layout == SEQUENCE and prod(sizes[2:]) != prod(leads[1 + (leads[1:2] == (n,)) :]):
+        return None
+    return layout
 
 
 def _views(graph: Graph, node: Node, number: int) -> list[Shape]:
