@@ -104,17 +104,24 @@ def written(m, x):
     return m.last(torch.tanh(h))
 
 
+def in_each_row(m, x):  # as many rows in all as there are positions
+    h, where = 2 * m.first(x), x[..., 0] > 0
+    h[where] = m.token.expand(int(where.sum()), -1)
+    return m.last(torch.tanh(h)) * x[..., 1:2]
+
+
 def chosen(m, x):
     h = torch.where(x[..., :1] > 0, m.token, m.first(x))
     return m.last(torch.tanh(torch.where(x[..., 1:2] > 0, h, m.token)))
 
 
 @a_few_modes
-@pytest.mark.parametrize("forward", [written, chosen], ids=["written", "chosen"])
+@pytest.mark.parametrize("forward", [written, in_each_row, chosen])
 def test_a_token_in_the_place_of_those_masked(forward, options):
     """Running such a model again would draw another mask."""
     parts = {"first": nn.Linear(3, C), "last": nn.Linear(C, 2)}
     model, x = Model(forward, **parts), torch.randn(N, T, 3).double()
+    x[..., 0] = (torch.arange(N * T) % N).view(N, T).eq(0).double() - 0.5
     model.token = nn.Parameter(torch.randn(C))
     model = model.double()
     assert "lifted" in exact_steps(model, x, **options) or options.get("backend") == "vmap"

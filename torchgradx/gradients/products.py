@@ -227,7 +227,7 @@ def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gra
     if is_elementwise(node):
         product = (ELEMENTWISE.get(name) or _normalisation)(node, operand, g)
     elif name == INDEX_PUT and operand == 1:
-        product = _masked_product(node, g)
+        product = _masked_product(node, g, shape_of(*edge))
     elif name == MV and operand == 1:
         product = g.unsqueeze(-1) * node._saved_self
     elif name == "AddmmBackward0" and operand == 0:
@@ -240,10 +240,14 @@ def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gra
     return _sum_broadcast(pieces.to(dtype_of(*edge)), shape_of(*edge))
 
 
-def _masked_product(node: Node, g: Tensor) -> Tensor | None:
-    """Return the product for `values` in x[mask] = values; None for other indices."""
+def _masked_product(node: Node, g: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Return the product for `values` [*shape] in x[mask] = values; None for other indices, and for
+    values by masked row, which are of other rows than the product has."""
     mask, *others = node._saved_indices
     if others or mask is None or mask.dtype != torch.bool:
+        return None
+    rows = len(shape) - 1 - (g.dim() - mask.dim())  # dimension of the masked rows
+    if rows >= 0 and shape[rows] != 1:
         return None
     return g.masked_fill(~mask.view(*mask.shape, *[1] * (g.dim() - mask.dim())), 0)
 
