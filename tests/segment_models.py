@@ -75,6 +75,19 @@ def convolving():
     return Model(convolve, **layers, gin=gin, out=nn.Linear(8, CLASSES))
 
 
+def gate(m, x, edges, ids, n):
+    """Three parts of a layer's features, of which one goes along the edges."""
+    q, k, v = m.qkv(x).chunk(3, 1)
+    src, dst = edges
+    edge = torch.sigmoid(q[dst] * k[dst]) * v[src]
+    h = edge.new_zeros(len(x), 8).index_add(0, dst, edge)
+    return m.out(pooled(h, ids, n, "index_add"))
+
+
+def gating():
+    return Model(gate, qkv=nn.Linear(D, 24), out=nn.Linear(8, CLASSES))
+
+
 def encoder():
     """A layer of torch's own, whose attention has the sequences first."""
 
@@ -169,10 +182,8 @@ class Sets(Case):
 
 
 class Graphs(Case):
-    def __init__(self, more=2):
-        self.more = more
-
-    model = staticmethod(convolving)
+    def __init__(self, more=2, make=convolving):
+        self.more, self.model = more, make
 
     def draw(self, sizes, generator, dtype=torch.float64):
         super().draw(sizes, generator, dtype)
@@ -236,6 +247,7 @@ CASES = {
     "split": (lambda: Sets("split", shuffled=False), SIZES),
     "softmax": (lambda: Sets("softmax"), SIZES),
     "graphs": (Graphs, SIZES[:5] + SIZES[6:]),
+    "gated": (lambda: Graphs(make=gating), SIZES[:3]),
     "rings": (lambda: Graphs(0), [[3, 4, 2], [5, 4], [2, 5, 2], [9]]),
     "packed": (lambda: Packed(tied=False), ROWS),
     "packed, tied": (Packed, ROWS),

@@ -270,7 +270,7 @@ class _Walk:
             if out is not None:
                 owners = self._on_rows(out, made, dim)
                 if owners is None:
-                    yield out
+                    yield from outs.values()
                     return
                 if rows is None:
                     sizes = [*owners.shape[:dim], shape[dim], *owners.shape[dim + 1 :]]
