@@ -79,7 +79,7 @@ def gate(m, x, edges, ids, n):
     """Three parts of a layer's features, of which one goes along the edges."""
     q, k, v = m.qkv(x).chunk(3, 1)
     src, dst = edges
-    edge = torch.sigmoid(q[dst] * k[dst]) * v[src]
+    edge = torch.sigmoid(q[dst] * k[dst]) * F.embedding(src, v)
     h = edge.new_zeros(len(x), 8).index_add(0, dst, edge)
     return m.out(pooled(h, ids, n, "index_add"))
 

@@ -16,6 +16,7 @@ from .nodes import Node, to_signed
 from .unpacking import saved_value
 
 READING = {"GatherBackward0", "IndexBackward0", "IndexSelectBackward0"}  # rows, by index
+LOOKUP = "EmbeddingBackward0"  # reads rows too, mostly those of a table
 
 
 class Selection(NamedTuple):
@@ -87,6 +88,7 @@ def selected_by(
     """Return the dimension from which a node indexes a tensor [*shape], and the rows it selects."""
     if hasattr(node, "_raw_saved_indices"):
         indices = saved_value(node, "indices")
+        indices = (indices,) if isinstance(indices, Tensor) else indices
         dim = next((k for k, index in enumerate(indices or ()) if index is not None), 0)
         return dim, select_by_indices(indices, shape)
     dim = saved_dim(node, shape)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..extension import _C, NATIVE
-from .indices import READING, saved_dim, selected_by
+from .indices import LOOKUP, READING, saved_dim, selected_by
 from .layout import nodes_in_order
 from .nodes import Edge, Node, is_leaf, shape_of, to_signed
 from .unpacking import saved_value
@@ -307,7 +307,7 @@ class _Walk:
     def cross_indexed(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         """Cross a node that reads or writes rows by index.
         A row belongs to the sample that reads it, or to that of the place it is written to."""
-        out, made, writes = outs[0], shape_of(node, 0), node.name() not in READING
+        out, made, writes = outs[0], shape_of(node, 0), node.name() not in {*READING, LOOKUP}
         if writes and operand == 0:
             yield out
             return
@@ -324,6 +324,8 @@ class _Walk:
         elif owners is None or len(owners) != (size if writes else len(index)):
             return
         elif not writes:
+            padding = to_signed(getattr(node, "_saved_padding_idx", -1))  # receives no gradient
+            owners = owners.masked_fill((index == padding).to(owners.device), self._n)
             least = owners.new_full([size], self._n).scatter_reduce_(0, index, owners, "amin")
             mixes = ((least[index] != owners) & (owners != self._n)).any()
             yield Owned(least, out.path, (*out.flags, *flags, mixes))
@@ -358,3 +360,4 @@ OWNER_RULES: dict[str, OwnerRule] = {
 }  # fmt: skip
 # Nodes that move rows by index.
 MAPPING = {name for name, rule in OWNER_RULES.items() if rule is _Walk.cross_indexed}
+OWNER_RULES[LOOKUP] = _Walk.cross_indexed
