@@ -142,6 +142,17 @@ def test_flat_rows_with_the_samples_inside_are_exact_or_refused(how, first, opti
             step_or_refused(probe, model, torch.randn(3, t, s, 3).double())
 
 
+def test_rows_of_nan_prove_no_layout():
+    def forward(m, x):  # rows [3, 2 N]
+        h = m.l(x.permute(1, 2, 0, 3).flatten(1, 2)).exp()
+        return h.unflatten(1, (2, -1)).permute(2, 0, 1, 3)
+
+    model, x = Model(forward, l=nn.Linear(3, 2)).double(), torch.randn(N, 3, 2, 3).double()
+    with torchgradx.attach(model) as probe:
+        model(torch.nan * x)
+        assert step_or_refused(probe, model, x)
+
+
 @a_few_modes
 def test_a_model_of_which_every_size_is_the_batch_size_needs_no_layout(options):
     model = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N))

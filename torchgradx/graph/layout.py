@@ -304,7 +304,8 @@ def _compare(
             fits = fits & error.le(tolerance * size).all(-1, True)
         loud_rows = torch.zeros(len(plain), n, dtype=torch.int32, device=device)
         loud_rows.index_add_(1, owner.to(device), loud.int())
-        flags += [(fits | nan).flatten(1).all(1), (fits | faint).flatten(1).all(1),
+        some = ~nan.flatten(1).all(1)  # rows of nan fit anything
+        flags += [(fits | nan).flatten(1).all(1) & some, (fits | faint).flatten(1).all(1),
                   (loud_rows > 0).all(1)]  # fmt: skip
     return torch.stack(flags, 1)
 
