@@ -13,7 +13,7 @@ from attach_modes import (
     need_native,
     title,
 )
-from attach_oracle import check, close, loop, loop_model
+from attach_oracle import check, close, close_named, loop, loop_model
 from attach_steps import exact_or_refused, exact_step, exact_steps, refused
 from clip_oracle import check_clip
 from torch import nn
@@ -333,6 +333,30 @@ def test_a_sample_that_is_dropped_leaves_no_nan_in_what_a_weight_is_computed_fro
         probe.clip_grad_norm_(1e9, nonfinite="drop")
     for p, g in zip(model.parameters(), want, strict=True):
         assert (p.grad - g).abs().max() <= 1e-9 * g.abs().max()
+
+
+PRODUCTS = {
+    "rows": lambda m, x: torch.einsum("nti,io->nto", x, m.w),
+    "rows, sequence first": lambda m, x: torch.einsum("tni,io->nto", x.mT.movedim(2, 0), m.w),
+    "a matrix each": lambda m, x: torch.einsum("nti,tio->nto", x, m.each),
+    "a vector": lambda m, x: (x.transpose(0, 1) @ m.v).T[..., None] * x,
+}
+
+
+@pytest.mark.parametrize("n", [N, D])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_sample_of_nan_leaves_the_norms_of_the_others(name, n):
+    parts = {"w": torch.randn(D, D), "each": torch.randn(T, D, D), "v": torch.randn(D)}
+    model = Model(lambda m, x: m.l(PRODUCTS[name](m, m.l(x))), l=linear(), **parts).double()
+    x = rows(n).double()
+    want = {key: norms[1:] for key, norms in loop(model, square, x).items()}
+    spoilt = x.index_fill(0, torch.tensor(0), torch.nan)
+    for batches in ([spoilt], [x, spoilt]):
+        with torchgradx.attach(model) as probe:
+            for batch in batches:
+                square(model, batch).backward()
+                norms = probe.norms(per="parameter")
+        close_named({key: norms[1:] for key, norms in norms.items()}, want)
 
 
 def test_rows_of_which_next_to_nothing_is_left_beside_the_weight_itself():

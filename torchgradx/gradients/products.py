@@ -229,7 +229,7 @@ def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gra
     elif name == INDEX_PUT and operand == 1:
         product = _masked_product(node, g, shape_of(*edge))
     elif name == MV and operand == 1:
-        product = g.unsqueeze(-1) * node._saved_self
+        product = (g.unsqueeze(-1) * node._saved_self).unsqueeze(1)  # beside the rows no N features
     elif name == "AddmmBackward0" and operand == 0:
         product = g if node._saved_beta == 1 else g * node._saved_beta
     else:
@@ -266,16 +266,21 @@ def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -
     saved, place = ROWS.get(name, ("", -1))
     if operand != place:
         return None
-    rows = getattr(node, saved)
+    rows, shape = getattr(node, saved), shape_of(*node.next_functions[operand])
+    if layout == SEQUENCE and name == "BmmBackward0":
+        if len(g) > 1 and g.shape[1] == n:
+            layout = SECOND
+        elif len(g) == 1 and g.shape[2] != n:  # [1, T N, *]; else `*` may be the samples
+            layout = MINOR
     if layout not in (BATCH, SECOND, MINOR):
         # Rows t*N+n, if no dimension of features can be taken for that of the samples.
         features = rows.shape[1], g.shape[-1]
         if layout != SEQUENCE or g.dim() != 2 or n in features:
             return None
     rows, grads = (split_samples(t, layout, n) for t in (rows, g))
-    if layout in (SECOND, MINOR):
-        return rows.mT @ grads
-    shape = shape_of(*node.next_functions[operand])
+    if layout in (SECOND, MINOR) or rows.dim() == 4:  # of a batched product
+        product = rows.mT @ grads
+        return product if product.shape[1:] == shape else None
     if rows.dim() != 3 or (rows.shape[2], grads.shape[2]) != shape:
         return None
     alpha = getattr(node, "_saved_alpha", 1)
