@@ -149,6 +149,23 @@ def test_an_embedding_of_the_users_is_looked_up_as_a_stock_one(tied, padding, op
         check_clip(model, square, batches[0])
 
 
+@a_few_modes
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
+def test_nan_at_padding_is_left_out(kind, options):
+    def forward(m, ids):  # 0 times inf at padding, which is replaced
+        far, is_padding = torch.where(ids == 2, torch.inf, 1.0), (ids == 2)[..., None]
+        h = m.e(ids) + (m.e(ids) if options else 0)
+        return m.o((h * far[..., None] * ~is_padding).masked_fill(is_padding, 0))
+
+    parts = {"e": kind(11, C, padding_idx=2), "o": nn.Linear(C, 2)}
+    model, ids = Model(forward, **parts).double(), torch.arange(N * T).view(N, T) % 11
+    direction = {"e.weight": torch.randn(11, C)}
+    exact_steps(model, ids, **options)
+    with torchgradx.attach(model, directions=direction, **options) as probe:
+        square(model, ids).backward()
+        assert probe.dot().isfinite().all()
+
+
 stop = identity(lambda grad: None)  # what is below receives no gradient at all
 
 

@@ -52,8 +52,9 @@ class Embedding final : public Layer {
     return viewed(sq, {1, sq.numel()});
   }
   Tensor weight_dots(const Operands& operands, const Tensor& direction) const override {
-    const Tensor kept = operands.activations.ne(padding_idx_).unsqueeze(-1);
-    return (at::embedding(direction, operands.activations) * widened(operands.grad_output) * kept).sum({1, 2});
+    const Tensor is_padding = operands.activations.eq(padding_idx_).unsqueeze(-1);
+    const Tensor dots = at::embedding(direction, operands.activations) * widened(operands.grad_output);
+    return dots.masked_fill(is_padding, 0).sum({1, 2});
   }
   Gradients scaled(const Operands& operands, const Tensor&, const Tensor& scale, const Wanted&) const override {
     const Tensor rows = scaled_rows(operands.grad_output, scale);

@@ -310,7 +310,7 @@ def lookup_product(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
     n, count, padding = len(g), node._saved_weight_sym_argsize_0, node._saved_padding_idx
     ids, rows = ids.reshape(n, -1), g.reshape(n, -1, g.shape[-1])
     if padding < count:  # without padding_idx the node saved the largest integer
-        rows = rows * (ids != padding).unsqueeze(2)
+        rows = rows.masked_fill((ids == padding).unsqueeze(2), 0)
     return LookedUp(ids, rows, count)
 
 

@@ -125,9 +125,9 @@ def _look_up(tables: Sequence[Term], chunk: slice) -> tuple[Tensor, Tensor]:
         assert layer is not None
         assert indices is not None
         padding = layer.constants["padding_idx"]
-        counts = (indices[chunk] != padding).unsqueeze(-1)
+        is_padding = (indices[chunk] == padding).unsqueeze(-1)
         ids.append(indices[chunk].long())
-        rows.append(grads[chunk] if padding < 0 else grads[chunk] * counts)
+        rows.append(grads[chunk] if padding < 0 else grads[chunk].masked_fill(is_padding, 0))
     return torch.cat(ids, 1), torch.cat(_cast_alike(rows), 1)
 
 
