@@ -36,6 +36,13 @@ def sized_tensors_in(tree: Any) -> list[Tensor]:
     return [t for t in tensors_in(tree) if _has_sizes(t)]
 
 
+def ones_in(arguments: Any) -> tuple[int, ...]:
+    """Return the dimensions of size 1 of the first tensor, if it has three or more: as many flat
+    rows may be [T, N, 1], in the order of a layout, or [T / 2, N, 2]."""
+    shape = next((t.shape for t in sized_tensors_in(arguments) if t.dim()), ())
+    return tuple(d for d, size in enumerate(shape) if size == 1 and len(shape) > 2)
+
+
 def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
     """Return N from the option batch_size, else from the first tensor argument that shows it."""
     size = options["batch_size"]

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
 from ..extension import Pass
-from ..graph.arguments import has_flat_rows, sized_tensors_in
+from ..graph.arguments import has_flat_rows, ones_in, sized_tensors_in
 from ..graph.constant import Watch
 from ..graph.heads import Taken, last_layers, taken_rows
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, TAKEN
@@ -112,7 +112,7 @@ class ForwardTrace(NamedTuple):
     watch: Watch | None  # None: it was not watched
     ends: dict[tuple[int, Any], list[End]]  # further outputs of a use, by site and first one's node
     nodes: int  # count of the graph's nodes that it made
-    kind: Any  # of the outputs, see _kind
+    kind: Any  # of the outputs and arguments, see _kind and ones_in
     flat: bool  # the first argument does not show N: its rows may be of any sample
     by_row: Mapping[Any, Any]  # see note_routes
     regime: Any  # see Parameters.regime
@@ -213,6 +213,7 @@ class _OfThread(threading.local):
         self.ends: dict[tuple[int, Any], list[End]] = {}
         self.by_row: dict[Any, Any] = {}
         self.flat = False
+        self.ones: Any = ()
         self.postponed: list[tuple[int, Callable[[], None]]] = []
 
 
@@ -245,6 +246,7 @@ class Forwards:
         local.caches, local.postponed, local.regime = [], [], self._parameters.regime()
         local.first = torch.autograd._get_sequence_nr()
         local.flat = n > 1 and has_flat_rows(arguments, n, batch_dim)
+        local.ones = ones_in(arguments) if n > 1 else ()
         if n > 1 and self._memory_of(local.regime).watches:
             constants = [*map(local_part, model.parameters()), *model.buffers(), *_kept_ids(model)]
             local.watch = Watch(constants, sized_tensors_in(arguments), n, batch_dim)
@@ -266,7 +268,8 @@ class Forwards:
             watch.observer.stop()
             if outputs is not None:
                 memory.learn(watch)
-        return ForwardTrace(watch, ends, nodes, _kind(outputs), local.flat, by_row, regime, memory)
+        kind = _kind(outputs), local.ones
+        return ForwardTrace(watch, ends, nodes, kind, local.flat, by_row, regime, memory)
 
     def postpone(self, use: int, listen: Callable[[], None]) -> None:
         """Have a use's hooks added by `listen` at the end of the forward."""
