@@ -75,17 +75,13 @@ def convolving():
     return Model(convolve, **layers, gin=gin, out=nn.Linear(8, CLASSES))
 
 
-def gate(m, x, edges, ids, n):
-    """Three parts of a layer's features, of which one goes along the edges."""
-    q, k, v = m.qkv(x).chunk(3, 1)
-    src, dst = edges
-    edge = torch.sigmoid(q[dst] * k[dst]) * F.embedding(src, v)
-    h = edge.new_zeros(len(x), 8).index_add(0, dst, edge)
-    return m.out(pooled(h, ids, n, "index_add"))
-
-
 def gating():
-    return Model(gate, qkv=nn.Linear(D, 24), out=nn.Linear(8, CLASSES))
+    def forward(m, x, edges, ids, n):
+        (src, dst), (q, k, v) = edges, m.qkv(x).chunk(3, 1)
+        edge = torch.sigmoid(q[dst] * k[dst]) * F.embedding(src, v)
+        return m.out(pooled(edge, ids[dst], n, "index_add"))
+
+    return Model(forward, qkv=nn.Linear(D, 24), out=nn.Linear(8, CLASSES))
 
 
 def encoder():
@@ -247,7 +243,7 @@ CASES = {
     "split": (lambda: Sets("split", shuffled=False), SIZES),
     "softmax": (lambda: Sets("softmax"), SIZES),
     "graphs": (Graphs, SIZES[:5] + SIZES[6:]),
-    "gated": (lambda: Graphs(make=gating), SIZES[:3]),
+    "gate": (lambda: Graphs(make=gating), SIZES[:3]),
     "rings": (lambda: Graphs(0), [[3, 4, 2], [5, 4], [2, 5, 2], [9]]),
     "packed": (lambda: Packed(tied=False), ROWS),
     "packed, tied": (Packed, ROWS),
