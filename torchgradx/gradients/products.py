@@ -278,9 +278,9 @@ def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -
         if layout != SEQUENCE or g.dim() != 2 or n in features:
             return None
     rows, grads = (split_samples(t, layout, n) for t in (rows, g))
-    if layout in (SECOND, MINOR) or rows.dim() == 4:  # of a batched product
-        product = rows.mT @ grads
-        return product if product.shape[1:] == shape else None
+    if rows.dim() == 4:  # of a batched product
+        fits = (rows.shape[1], rows.shape[3], grads.shape[3]) == shape
+        return rows.mT @ grads if fits else None
     if rows.dim() != 3 or (rows.shape[2], grads.shape[2]) != shape:
         return None
     alpha = getattr(node, "_saved_alpha", 1)
