@@ -100,6 +100,9 @@ UNSAID = {
     "transposed": (transposed, (N, 5, 3)),
     "transposed, T = N": (transposed, (N, N, 3)),
     "experts": (experts, (N, 5, 3)),
+    "a weight from the left, D = N": (
+        lambda: Model(lambda m, x: identity(lambda g: g)((m.w @ m.l(x).flatten(0, 1).T).T)
+                      .reshape(len(x), -1), l=nn.Linear(3, N), w=torch.randn(N, N)), (N, 5, 3)),
     "pooled, T = N": (
         lambda: Model(lambda m, x: m.head(torch.tanh(m.l(x)).mean(1)), l=nn.Linear(3, N),
                       head=nn.Linear(N, 2)), (N, N, 3)),
@@ -142,11 +145,10 @@ def test_flat_rows_with_the_samples_inside_are_exact_or_refused(how, first, opti
 
 
 def test_rows_of_nan_prove_no_layout():
-    turned = Model(lambda m, x: m.l(x.permute(1, 2, 0, 3).flatten(1, 2)).exp(), l=nn.Linear(3, 2))
-    model = Model(lambda m, x: m.t(x).unflatten(1, (2, -1)).permute(2, 0, 1, 3), t=turned).double()
-    with torchgradx.attach(model) as probe:
-        model(torch.full((N, 3, 2, 3), torch.nan).double())
-        step_or_refused(probe, model, torch.randn(N, 3, 2, 3).double())
+    model = Model(lambda m, x: m.l(x.view(3, -1, 3)).exp().view(len(x), -1), l=nn.Linear(3, 2))
+    with torchgradx.attach(model.double()) as probe:
+        model(torch.full((N, 6, 3), torch.nan).double())
+        step_or_refused(probe, model, torch.randn(N, 6, 3).double())
 
 
 @a_few_modes

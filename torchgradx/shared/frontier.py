@@ -128,7 +128,8 @@ class Region:
             layout = finding.layout
             is_shared = self.is_shared(node)
             if not proven:  # sizes do not distinguish tables
-                layout = None if is_shared else layout_of_node(self._graph, use, self._n)
+                sized = None if is_shared else layout_of_node(self._graph, use, self._n)
+                layout = None if self._is_given(node, sized) else sized
             elif layout == NOWHERE and not (self._is_constant and is_shared):
                 sized = layout_of_node(self._graph, use, self._n)
                 layout = NOWHERE if sized is None else sized
@@ -147,14 +148,18 @@ class Region:
     def contradicts(self, found: Sequence[Finding]) -> bool:
         """Return True if samples would be in a dimension that something shared gives its size: the
         rows of v @ x.T, where a parameter v has N rows."""
-        for node, layout in self.layouts(found, True).items() if self._is_constant else ():
-            shape = shape_of(node, 0)
-            dims: dict[int | None, int] = {BATCH: -len(shape), SEQUENCE: 1 - len(shape), LAST: -1}
-            dim = dims.get(layout, 0)
-            shared = (k for k, (v, _) in enumerate(node.next_functions) if v and self.is_shared(v))
-            if dim < 0 and shape[dim] == self._n and any(_gives(node, k, dim) for k in shared):
-                return True
-        return False
+        layouts = self.layouts(found, True) if self._is_constant else {}
+        return any(self._is_given(node, layout) for node, layout in layouts.items())
+
+    def _is_given(self, node: Node, layout: int | None) -> bool:
+        """Return True if something shared gives the dimension of the samples its size."""
+        shape = shape_of(node, 0)
+        dims: dict[int | None, int] = {BATCH: -len(shape), SEQUENCE: 1 - len(shape), LAST: -1}
+        dim = dims.get(layout, 0)
+        if dim >= 0 or shape[dim] != self._n:
+            return False
+        shared = (k for k, (v, _) in enumerate(node.next_functions) if v and self.is_shared(v))
+        return any(_gives(node, k, dim) for k in shared)
 
 
 def _gives(node: Node, operand: int, dim: int) -> bool:
