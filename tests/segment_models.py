@@ -77,11 +77,10 @@ def convolving():
 
 def gating():
     def forward(m, x, edges, ids, n):
-        (src, dst), (q, k, v) = edges, m.qkv(x).chunk(3, 1)
-        edge = torch.sigmoid(q[dst] * k[dst]) * F.embedding(src, v)
-        return m.out(pooled(edge, ids[dst], n, "index_add"))
+        (src, dst), (q, v) = edges, m.qv(x).chunk(2, 1)
+        return m.out(pooled(q[dst] * F.embedding(src, v), ids[dst], n, "index_add"))
 
-    return Model(forward, qkv=nn.Linear(D, 24), out=nn.Linear(8, CLASSES))
+    return Model(forward, qv=nn.Linear(D, 16), out=nn.Linear(8, CLASSES))
 
 
 def encoder():

@@ -347,8 +347,7 @@ PRODUCTS = {
 def test_a_sample_of_nan_leaves_the_norms_of_the_others(name):
     parts = {"w": torch.randn(D, D), "each": torch.randn(T, D, D), "v": torch.randn(N)}
     model = Model(lambda m, x: m.l(PRODUCTS[name](m, m.l(x))), l=linear(), **parts).double()
-    x = rows().double()
-    want = loop_model(model, square, x)[1:]
+    want = loop_model(model, square, x := rows().double())[1:]
     with torchgradx.attach(model) as probe:
         for value in (torch.nan, 1.0, torch.nan):
             x[0] = value
