@@ -110,9 +110,6 @@ MUTANTS = [
         ("bias: of four neighbours the first", "widen(read.at[j])", "widen(read.at[0])")]),
     *planted_in("rowwise.cu", "rowwise", "float32", "affine", [
         ("row sums: the first row's weight", "weights[each.divide(int(r))] :", "weights[0] :")]),
-    *planted_in("rowwise.cu", "rowwise", "float64", [
-        ("partials: every other is left out", "part < parts; part += blockDim.x",
-         "part < parts; part += 2 * blockDim.x")]),
     *planted_in("device.cuh", "rowwise", "float32", [
         ("block_sum: second call overtakes the first", f"value = warp_sum(value);\n  {BARRIER}",
          "value = warp_sum(value);")]),
@@ -128,8 +125,6 @@ MUTANTS = [
         ("columns: lane 0 alone is not enough", "!cut.along_positions || lane == 0", "true"),
         ("columns: a sharer is left out", "int other = 0; other < sharing",
          "int other = 1; other < sharing"),
-        ("columns: partials of the weight for the bias too",
-         "kind * int64_t(gridDim.x) + blockIdx.x", "blockIdx.x"),
         ("columns: sums of the first sample for all", "(kind * p.N + n) * p.C", "kind * p.N * p.C"),
         ("groups: means read without a barrier", f"{BARRIER}\n  shift = means[0]",
          f"{DROPPED}\n  shift = means[0]"),
@@ -138,9 +133,6 @@ MUTANTS = [
         ("groups: the mean over features alone", "acc_t(kByRow ? 1 : p.T)", "acc_t(1)"),
         ("groups: sums of the first group for all", "+ n * p.C + int64_t(g) * K,", "+ n * p.C,"),
         ("groups: positions past the last", "if (t < p.T) {", "{")]),
-    *planted_in("affine.cu", "affine", "float64", "affine", [
-        ("columns: sharers along planes overlap", "sharing * warp_threads : sharing;",
-         "warp_threads : sharing;")]),
     *planted_in("affine.cu", "affine", "bfloat16", "affine", [
         ("prelu: the gradient is cut to zero above it", "kNegative && positive ? grad",
          "kNegative && positive ? acc_t(0)")]),
