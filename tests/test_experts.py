@@ -148,7 +148,7 @@ def test_nothing_runs_again_and_one_proof_holds_whatever_a_batch_chooses(way, ba
     model.router.bias.data[0] = -9
     model.experts.register_forward_hook(lambda *_: calls.append(1))
     with torchgradx.attach(model) as probe:
-        sizes = {(N, 16 * T): 0, (N, 9 * T): 0, (7, T): 1, (2, 3): 2, (N, T): 0}
+        sizes = {(N, 16 * T): 0, (N, 9 * T): 1, (7, T): 1, (2, 3): 2, (N, T): 1}
         for size, proofs in [((N, 16 * T), 2), *[((N, 16 * T), 0)] * 3, *sizes.items()]:
             x = torch.randn(*size, D, dtype=dtype)
             want = loop(model, square, x, dtype=dtype)
