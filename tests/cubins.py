@@ -89,17 +89,10 @@ def _dump(what: str, architecture: str, path: Path) -> str:
 @cache
 def kernels(architecture: str) -> dict[str, Kernel]:
     """Every kernel of every .cu, by its mangled name."""
-    found = without_opcodes(architecture)
-    for path in objects():
-        _read_opcodes(_dump("-sass", architecture, path), found)
-    return found
-
-
-def without_opcodes(architecture: str) -> dict[str, Kernel]:
-    """The same, less what takes the disassembler ten seconds."""
     found: dict[str, Kernel] = {}
     for path in objects():
         _read_resources(_dump("-res-usage", architecture, path), found)
+        _read_opcodes(_dump("-sass", architecture, path), found)
         _read_launch_bounds(_dump("-elf", architecture, path), found)
     return found
 

@@ -3,8 +3,17 @@ and their machine code held to a budget (kernel_budget.py)."""
 
 import cubins
 import pytest
+import test_emulated as emulated
+import test_emulated_elementwise as elementwise
+import test_emulated_planes as planes
+import test_emulated_sm90 as hopper
+import torch
+from backends import needs_emulation
 from cubins import ARCHITECTURES, SOURCES
+from emulation.operators import operator, operators
 from kernel_budget import BUDGETS, FORBIDDEN, Budget, budget_of
+from oracle import Linear
+from oracle_gather import Gather
 
 needs_nvcc = pytest.mark.skipif(bool(cubins.why_not()), reason=cubins.why_not())
 needs_disassembler = pytest.mark.skipif(
@@ -117,3 +126,57 @@ def test_a_broken_budget_is_seen(tmp_path, monkeypatch):
     assert "is bounded to 64 threads, not 32" in broken
     assert "has 1 RED" in broken
     assert faults(kernel, None, "80") == ["f has no budget: give it a row in kernel_budget.py"]
+
+
+allow_tf32 = emulated.allow_tf32  # a fixture
+
+
+@needs_nvcc
+@needs_disassembler
+@needs_emulation
+def test_every_kernel_is_launched_within_its_bounds(allow_tf32):
+    """On a GPU a block larger than its kernel's bounds is a launch that fails."""
+    for dtype, tf32 in emulated.ARITHMETIC:
+        allow_tf32(tf32)
+        for problem in (*emulated.LINEAR, *emulated.CONV2D, *planes.PROBLEMS):
+            operands = problem.operands(dtype, "integers")
+            with operators().dry():
+                emulated.results(problem, *operands)
+                emulated.results(problem, *map(emulated._turned, operands))
+                with operators().batched():
+                    emulated.results(problem, *operands)
+                    if isinstance(problem, Linear):
+                        operator("linear_scaled")(*operands, torch.ones(problem.n), True)
+    with operators().hopper(), operators().dry():
+        for problem in hopper.LINEAR + hopper.CONV2D:
+            for dtype in hopper.HALVES:
+                hopper.results(problem, *hopper.operands(problem, dtype, "integers"))
+        for problem, count in hopper.CLUSTERS:
+            with operators().multiprocessors(count):
+                for dtype in hopper.HALVES:
+                    hopper.results(problem, *hopper.operands(problem, dtype, "integers"))
+    for dtype in emulated.DTYPES:
+        for affine in elementwise.PROBLEMS:
+            case = elementwise.case(affine, dtype, "integers")[0]
+            for given in (case, elementwise.in_planes(case), elementwise.in_longer_rows(case)):
+                with operators().dry():
+                    elementwise.results(affine, given)
+                    for over_positions in (False, True):
+                        operator("moments")(given.x, 1e-5, True, over_positions)
+        with operators().dry():
+            for side in (33, 64):  # elements, and pieces of several
+                operator("turned")(torch.zeros(2, side, side, dtype=dtype).mT)
+            operator("gather_sq_norms")(*Gather(2, 9, 3, 40).operands(dtype, "integers"), None)
+    bounds = {k.name: k.max_threads for k in cubins.kernels("80").values()}
+    launched = _launched(operators())
+    assert {name: threads for name, threads in launched.items() if threads > bounds[name]} == {}
+    assert sorted(set(bounds) - set(launched)) == [], "no test reaches these kernels"
+
+
+def _launched(library):
+    symbols, launched = library.symbols(), library.launched()
+    names = cubins.demangled([symbols[offset] for offset in launched])
+    return {
+        cubins.short(name): threads
+        for name, (threads, _) in zip(names, launched.values(), strict=True)
+    }

@@ -4,15 +4,12 @@ multiprocessors, every kernel's launches, every byte of workspace, TF32 to the l
 import re
 from pathlib import Path
 
-import cubins
 import pytest
-import test_emulated_elementwise as elementwise
 import test_emulated_sm90 as hopper
 import torch
 from backends import EMULATED, algorithms_of, needs_emulation
-from emulation.operators import operator, operators
+from emulation.operators import operators
 from oracle import Conv2d, Linear, assert_sq_norms, case, truth_of
-from oracle_gather import Gather
 from processes import python
 from test_memory import BOUND, CASES, WIDE
 
@@ -117,48 +114,6 @@ def assert_right(problem, a, b, kind="integers", ways=None):
     hopper.assert_gradients(problem, given["weight"], given["bias"], truth, scale)
 
 
-@pytest.mark.skipif(bool(cubins.why_not()) or not cubins.cuobjdump(), reason="needs CUDA's tools")
-def test_every_kernel_is_launched_within_its_bounds(allow_tf32):
-    """On a GPU a block larger than its kernel's bounds is a launch that fails."""
-    import test_emulated_planes as planes
-
-    for dtype, tf32 in ARITHMETIC:
-        allow_tf32(tf32)
-        for problem in (*LINEAR, *CONV2D, *planes.PROBLEMS):
-            operands = problem.operands(dtype, "integers")
-            with operators().dry():
-                results(problem, *operands)
-                results(problem, *map(_turned, operands))
-                with operators().batched():
-                    results(problem, *operands)
-                    if isinstance(problem, Linear):
-                        operator("linear_scaled")(*operands, torch.ones(problem.n), True)
-    with operators().hopper(), operators().dry():
-        for problem in hopper.LINEAR + hopper.CONV2D:
-            for dtype in hopper.HALVES:
-                hopper.results(problem, *hopper.operands(problem, dtype, "integers"))
-        for problem, count in hopper.CLUSTERS:
-            with operators().multiprocessors(count):
-                for dtype in hopper.HALVES:
-                    hopper.results(problem, *hopper.operands(problem, dtype, "integers"))
-    for dtype in DTYPES:
-        for affine in elementwise.PROBLEMS:
-            case = elementwise.case(affine, dtype, "integers")[0]
-            for given in (case, elementwise.in_planes(case), elementwise.in_longer_rows(case)):
-                with operators().dry():
-                    elementwise.results(affine, given)
-                    for over_positions in (False, True):
-                        operator("moments")(given.x, 1e-5, True, over_positions)
-        with operators().dry():
-            for side in (33, 64):  # elements, and pieces of several
-                operator("turned")(torch.zeros(2, side, side, dtype=dtype).mT)
-            operator("gather_sq_norms")(*Gather(2, 9, 3, 40).operands(dtype, "integers"), None)
-    bounds = {k.name: k.max_threads for k in cubins.without_opcodes("80").values()}
-    launched = _launched(operators())
-    assert {name: threads for name, threads in launched.items() if threads > bounds[name]} == {}
-    assert sorted(set(bounds) - set(launched)) == [], "no test reaches these kernels"
-
-
 def _turned(x):
     """The same numbers, contiguous along the other dimension, or along none."""
     if x.dim() == 4:
@@ -166,15 +121,6 @@ def _turned(x):
     if x.shape[1] == 1:
         return torch.stack([x, x], -1)[..., 0]
     return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _launched(library):
-    symbols, launched = library.symbols(), library.launched()
-    names = cubins.demangled([symbols[offset] for offset in launched])
-    return {
-        cubins.short(name): threads
-        for name, (threads, _) in zip(names, launched.values(), strict=True)
-    }
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -60,7 +60,6 @@ PLANTED = [  # name, text, what takes its place
      "return int(std::max<int64_t>(1, positions / kDepth));"),
     ("shared memory behind a box is not cleared",
      "b.clears = width * height % kDepth != 0;", "b.clears = false;"),
-    ("the bias leaves out a step", "takes && step < steps", "takes && step < steps - 1"),
     # Sums
     ("a sample of factor 0 is multiplied", "if (scale != 0) {", "{"),
     ("a sample of factor 0 counts in the bias",
@@ -90,7 +89,6 @@ PLANTED = [  # name, text, what takes its place
 ]  # fmt: skip
 OF_SEGMENTS = [  # samples of several lengths
     ("rows behind a segment stay the next one's", "if (pieces > 0) {", "if (pieces > 1000) {"),
-    ("a box's rows behind a segment stay", "i < pieces * kBoxes;", "i < pieces * (kBoxes - 1);"),
     ("one row behind a segment stays", "(last - first) * kPieces", "(last - first - 1) * kPieces"),
     ("a segment's last row is cleared", "+ first * 2 * kBox;", "+ (first - 1) * 2 * kBox;"),
     ("zeros without a fence", "          fence_async_shared();\n        }\n", "        }\n"),
