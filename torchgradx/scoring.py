@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
@@ -36,20 +36,27 @@ def call(model: nn.Module, inputs: Any) -> Any:
 @contextlib.contextmanager
 def norms_only(model: nn.Module, **options: Any) -> Iterator[Probe]:
     """Attach for norms alone, beside a standing probe; every .grad is afterwards as before."""
-    before = [(p, p.grad) for p in model.parameters()]
-    for p, _ in before:
-        p.grad = None
+    with (
+        _without_grads(model.parameters()),
+        set_aside(model),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        attach(model, **{"weight_grad": False, **options}) as probe,
+    ):
+        yield probe
+
+
+@contextlib.contextmanager
+def _without_grads(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Set the .grad of leaves aside; it is afterwards as before."""
+    before = {leaf: leaf.grad for leaf in leaves}
+    for leaf in before:
+        leaf.grad = None
     try:
-        with (
-            set_aside(model),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            attach(model, **{"weight_grad": False, **options}) as probe,
-        ):
-            yield probe
+        yield
     finally:
-        for p, gradient in before:
-            p.grad = gradient
+        for leaf, gradient in before.items():
+            leaf.grad = gradient
 
 
 def sample_norms(
@@ -90,14 +97,8 @@ def backward_from(loss: Tensor, output: Any, retain_graph: bool = False) -> None
     weights of a loss_fn) is afterwards as before."""
     nodes = nodes_below([loss.grad_fn], {t.grad_fn for t in tensors_in(output)})
     edges = (child for node in nodes for child, _ in node.next_functions)
-    before = {edge.variable: edge.variable.grad for edge in edges if edge and is_leaf(edge)}
-    try:
-        for leaf in before:
-            leaf.grad = None
+    with _without_grads(edge.variable for edge in edges if edge and is_leaf(edge)):
         loss.backward(retain_graph=retain_graph)
-    finally:
-        for leaf, gradient in before.items():
-            leaf.grad = gradient
 
 
 class LossReduction:

@@ -36,11 +36,10 @@ def sized_tensors_in(tree: Any) -> list[Tensor]:
     return [t for t in tensors_in(tree) if _has_sizes(t)]
 
 
-def ones_in(arguments: Any) -> tuple[int, ...]:
-    """Return the dimensions of size 1 of the first tensor, if it has three or more: as many flat
-    rows may be [T, N, 1], in the order of a layout, or [T / 2, N, 2]."""
-    shape = next((t.shape for t in sized_tensors_in(arguments) if t.dim()), ())
-    return tuple(d for d, size in enumerate(shape) if size == 1 and len(shape) > 2)
+def ones_of(first: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of size 1 of a model's first tensor, if it has three or more: as many
+    flat rows may be [T, N, 1], in the order of a layout, or [T / 2, N, 2]."""
+    return tuple(d for d, size in enumerate(first.shape) if size == 1 and first.dim() > 2)
 
 
 def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None:
@@ -92,12 +91,11 @@ def _lists_samples(argument: Any, n: int) -> bool:
     return is_list or any(_lists_samples(part, n) for part in argument)
 
 
-def has_flat_rows(arguments: Any, n: int, batch_dim: int) -> bool:
+def has_flat_rows(first: Tensor, arguments: Any, n: int, batch_dim: int) -> bool:
     """Return True if the first tensor has another size than N and no argument lists N tensors.
     Its rows may then be flattened or packed: rows of any sample."""
     args, kwargs = arguments
-    first = next((t for t in sized_tensors_in(arguments) if t.dim()), None)
-    if first is None or size_of_batch(first, batch_dim) == n:
+    if size_of_batch(first, batch_dim) == n:
         return False
     return not any(_lists_samples(argument, n) for argument in (*args, *kwargs.values()))
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map
 
 from ..extension import Pass
-from ..graph.arguments import has_flat_rows, ones_in, sized_tensors_in
+from ..graph.arguments import has_flat_rows, ones_of, sized_tensors_in
 from ..graph.constant import Watch
 from ..graph.heads import Taken, last_layers, taken_rows
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, TAKEN
@@ -112,7 +112,7 @@ class ForwardTrace(NamedTuple):
     watch: Watch | None  # None: it was not watched
     ends: dict[tuple[int, Any], list[End]]  # further outputs of a use, by site and first one's node
     nodes: int  # count of the graph's nodes that it made
-    kind: Any  # of the outputs and arguments, see _kind and ones_in
+    kind: Any  # of the outputs and arguments, see _kind and ones_of
     flat: bool  # the first argument does not show N: its rows may be of any sample
     by_row: Mapping[Any, Any]  # see note_routes
     regime: Any  # see Parameters.regime
@@ -245,11 +245,13 @@ class Forwards:
         local = self._local
         local.caches, local.postponed, local.regime = [], [], self._parameters.regime()
         local.first = torch.autograd._get_sequence_nr()
-        local.flat = n > 1 and has_flat_rows(arguments, n, batch_dim)
-        local.ones = ones_in(arguments) if n > 1 else ()
+        tensors = sized_tensors_in(arguments) if n > 1 else []
+        first = next((t for t in tensors if t.dim()), None)
+        local.flat = first is not None and has_flat_rows(first, arguments, n, batch_dim)
+        local.ones = () if first is None else ones_of(first)
         if n > 1 and self._memory_of(local.regime).watches:
             constants = [*map(local_part, model.parameters()), *model.buffers(), *_kept_ids(model)]
-            local.watch = Watch(constants, sized_tensors_in(arguments), n, batch_dim)
+            local.watch = Watch(constants, tensors, n, batch_dim)
 
     def stop(self, whole: bool = True, outputs: Any = None) -> ForwardTrace:
         """Return the trace of a forward. whole: end it; False for the inner call of a model that

@@ -151,9 +151,8 @@ class SegmentExaminer:
         used = {site for site, *_ in uses}
         declared = self._options["batch_dim"] or self._options["layout"]
         is_joint = len(run.layouts) != len(uses)
-        if declared or is_joint or run.n < 2 or not refused or not refused <= used:
-            return
-        if not self._places_samples(forward):
+        may_route = not (declared or is_joint) and run.n > 1 and bool(refused) and refused <= used
+        if not (may_route and self._places_samples(forward)):
             return
         refusals, layouts = self._attempt(forward, None)
         failed = {site for site, _ in refusals}
@@ -228,8 +227,8 @@ class SegmentExaminer:
             return None
         each, rows = torch.arange(n, device=t.device), inputs.owners.to(t.device)
         if by_row and first == n == count:  # sizes do not tell
-            is_same, by_sample = torch.equal(each, rows), self._by_sample.get((k, t.dim()))
-            return rows if is_same or by_sample is False else each if by_sample else None
+            by_sample = False if torch.equal(each, rows) else self._by_sample.get((k, t.dim()))
+            return None if by_sample is None else each if by_sample else rows
         self._by_sample[k, t.dim()] = not by_row
         return rows if by_row else each
 
