@@ -33,8 +33,9 @@ BROADCASTING = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp"
 MAX_RUNS = 16  # runs of samples with equal lengths; with more of them, rows are sorted by length
 FAINT = -1e4  # an additive attention mask excludes a pair with a number below this
 # The operand of a product that has the rows of the output.
-ROWS_OPERAND = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0, "LinearBackward0": 0,
-            "GroupedMmBackward0": 0, "MmBackward0": 0, "torchgradx::LayerBackward": 0}  # fmt: skip
+ROWS_OPERAND = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0,
+                "GroupedMmBackward0": 0, "LinearBackward0": 0, "MmBackward0": 0,
+                "torchgradx::LayerBackward": 0}  # fmt: skip
 
 
 @dataclass(frozen=True)

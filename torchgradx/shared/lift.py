@@ -142,9 +142,7 @@ class Lift:
     def begin(self, run: Pass, match: Match, first: int) -> None:
         """Put hooks on the frontier and below it.
         first: the sequence number of the first node that the forward made."""
-        refuse = partial(
-            _refuse, match.lifted
-        )  # it must not own `match`, whose outline owns the graph
+        refuse = partial(_refuse, match.lifted)  # not `match`, whose outline owns the graph
         run.enclose(match.uncounted, first)
         if match.counted:
             run.disclose(match.counted, first)

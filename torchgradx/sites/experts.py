@@ -47,9 +47,7 @@ class ExpertProduct:
     node: Node
     place: int  # of the parameter
     operand: int  # of the node, computed from the parameter
-    edge: (
-        tuple[Node, int] | None
-    )  # into the parameter: the last node before it, and that node's operand
+    edge: tuple[Node, int] | None  # into the parameter: the last node, and that node's operand
     matrix: int | Tensor  # the index of one matrix; of each row's; or where each one's rows end
     transposed: bool  # the parameter holds each matrix transposed
     rows_operand: int
