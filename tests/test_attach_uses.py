@@ -7,6 +7,7 @@ from attach_models import Model, mlp, square
 from attach_modes import a_few_modes, every_mode, fallback_mode
 from attach_oracle import check, close, loop_model
 from attach_steps import exact_step, exact_steps
+from test_attach_interrupted import linear
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -57,10 +58,6 @@ def two_names():
 
 def cnn():
     return nn.Sequential(nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
-
-
-def linear():
-    return nn.Linear(3, 3)
 
 
 THRICE = lambda: Model(thrice, l=linear(), head=nn.Linear(3, 1))  # noqa: E731

@@ -12,6 +12,7 @@ from attach_oracle import close_named
 from backends import needs_emulation
 from emulation.operators import operator, operators
 from segment_models import CASES
+from test_emulated_sm90 import _hopper  # noqa: F401  # around each test
 from test_segments import ids_of, loop, norms_of, step
 from torch import nn
 
@@ -28,12 +29,6 @@ LENGTHS = (
     [1] * 20 + [40],
 )
 FEATURES = ((8, 8), (72, 64), (200, 136), (64, 392))
-
-
-@pytest.fixture(autouse=True)
-def _hopper():
-    with operators().hopper():
-        yield
 
 
 def rows(lengths, inputs, outputs, dtype):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from attach_oracle import close_named
 from segment_models import CLASSES, SIZES, D, Graphs
+from test_score_segments import ids_of as batch_of
 from test_segments import DOUBLE, joined, loop, norms_of, step, step_where_samples_may_meet
 from torch import nn
 
@@ -51,10 +52,6 @@ class Batched(Graphs):
     def alone(self, model, k):
         x = self.x[self.ids == k]
         return model(x, self.own[k], torch.zeros(len(x), dtype=torch.long))
-
-
-def batch_of(args, kwargs):
-    return args[2]
 
 
 @pytest.mark.parametrize("fused", [True, False])
