@@ -2,13 +2,12 @@
 
 import copy
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from attach_models import Model, mlp, square
+from attach_models import Model, identity, mlp, square
 from attach_modes import a_few_modes, every_mode
 from attach_oracle import close, close_named, joined, loop, loop_model, same_gradients
 from test_attach_checkpoint import checkpointed
@@ -246,12 +245,13 @@ def switching():
     sys.setswitchinterval(before)
 
 
-def own():
-    scale = Model(lambda m, x: x * m.scale, scale=torch.rand(5) + 0.5)
+def own(read=lambda w: w):
+    scale = Model(lambda m, x: x * read(m.scale), scale=torch.rand(5) + 0.5)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), scale, nn.Linear(5, 2))
 
 
 MODELS = {"layers": mlp, "a module with a parameter of its own": own}
+MODELS["a Function of one"] = lambda: own(identity(lambda g: g))  # Python is asked for its name
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "beside"])
@@ -266,13 +266,8 @@ def test_steps_in_threads(make, fused, switching):
         with torchgradx.attach(model, fused=fused) as probe:
             for _ in range(ROUNDS):
                 model.zero_grad()
-                step = lambda part, model=model: square(model, part).backward()  # noqa: E731
-                threads = [threading.Thread(target=step, args=(part,), daemon=True) for part in x]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join(60)
-                assert not any(thread.is_alive() for thread in threads)
+                with ThreadPoolExecutor(THREADS) as pool:
+                    list(pool.map(lambda part, model=model: square(model, part).backward(), x))
                 close(probe.norms().sort()[0], want)
                 same_gradients(model, twin, 1e-9)
 

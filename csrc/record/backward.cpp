@@ -181,10 +181,8 @@ std::vector<std::pair<int64_t, int64_t>> Recorder::untaken(const std::vector<int
 }
 
 void Pass::enter(int64_t task, const Node* at) {
-  {
-    py::gil_scoped_acquire gil;
-    recorder->began.function(shared_from_this());
-  }
+  py::gil_scoped_acquire gil;  // before the mutex: under it, the name of a Function in Python asks for it
+  recorder->began.function(shared_from_this());
   const auto passes = recorder->living();
   const std::lock_guard<std::mutex> lock(recorder->mutex);
   if (!called_directly) audit_edges(at, passes);
