@@ -1,6 +1,6 @@
 // A call of a module whose parameters were served at the graph's nodes when it was called last: what
 // torchgradx/sites/rerun.py asks of any call, at once, for asking takes longer than a small norm.
-#include "../record/pass.h"
+#include "node.h"
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
@@ -46,14 +46,6 @@ bool observed() {
   return watching() || c10::impl::TorchDispatchModeTLS::stack_len() > 0 ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
          at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true).has_value();
-}
-
-// In-place operations replace a view's node, not its base's: `end_of` in torchgradx/sites/several.py.
-Tensor end_of(const Tensor& t) {
-  if (!t.is_view()) return t;
-  const Tensor base(t._base());
-  const bool whole = base.grad_fn() && base.numel() == t.numel() && base.is_contiguous() && t.is_contiguous();
-  return whole ? base : t;
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // SavedVariable, so that checkpointing and offloading hold for it too; the hook sits on the node, after every hook of
 // the user's on the tensor.
 #include "../operators/views.h"
+#include "node.h"
 #include "site.h"
 
 #include <ATen/ATen.h>
@@ -11,8 +12,6 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <algorithm>
 
 namespace torchgradx {
 namespace {
@@ -116,11 +115,7 @@ c10::intrusive_ptr<Use> use_in_graph(const std::shared_ptr<Site>& site, const st
 
 void listen(const c10::intrusive_ptr<Use>& use, const Saved& saved, const Tensor& weight, const Tensor& output) {
   if (!use || !output.grad_fn()) return;
-  // An in-place operation on a view (a Linear's output in three dimensions) replaces the view's node; the base's stays.
-  const Tensor base = output.is_view() ? Tensor(output._base()) : Tensor();
-  const bool whole = base.defined() && base.grad_fn() && base.numel() == output.numel() && base.is_contiguous() &&
-                     output.is_contiguous();
-  const Tensor& made = whole ? base : output;
+  const Tensor made = end_of(output);
   use->pass->watch(use->index, made);
   made.grad_fn()->add_pre_hook(std::make_unique<Tap>(use->wants_weight ? saved : Saved{}, use, &*made.grad_fn(),
                                                      made.output_nr(), output.sizes(),

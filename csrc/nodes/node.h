@@ -24,6 +24,15 @@ inline bool has_tangent(const Tensor& t) {
   return t.defined() && t._fw_grad(/*level=*/0).defined();
 }
 
+// The tensor whose node receives the gradient of t: in-place operations replace a view's node (a Linear's output in
+// three dimensions is a view), not its base's. As `end_of` in torchgradx/sites/several.py.
+inline Tensor end_of(const Tensor& t) {
+  if (!t.is_view()) return t;
+  const Tensor base(t._base());
+  const bool whole = base.grad_fn() && base.numel() == t.numel() && base.is_contiguous() && t.is_contiguous();
+  return whole ? base : t;
+}
+
 struct SavingNode : Node {  // Python sees nothing of what it saved
   virtual std::vector<const torch::autograd::SavedVariable*> all_saved() const = 0;
 };

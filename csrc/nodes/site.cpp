@@ -41,9 +41,8 @@ std::optional<Operands> Site::operands(const Pass& pass, int64_t use, const Save
   const auto segments = segments_of(pass, use);
   const auto operands = segments ? by_row(*layer, *segments, flat_use(*segments, saved, grad_output, /*sorts=*/false))
                                  : layer->operands(saved, grad_output, pass.n, how);
-  if (!operands) {
+  if (!operands)
     recorder->refuse(index, text("not_found", kField, "n=", pass.n, kField, "shape=", grad_output.sizes()));
-  }
   return operands;
 }
 
