@@ -2,7 +2,9 @@
 
 import copy
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
@@ -270,6 +272,17 @@ def test_steps_in_threads(make, fused, switching):
                     list(pool.map(lambda part, model=model: square(model, part).backward(), x))
                 close(probe.norms().sort()[0], want)
                 same_gradients(model, twin, 1e-9)
+
+
+@pytest.mark.parametrize("make", [nn.Linear, nn.LSTM])
+def test_other_threads_run_during_a_forward(make, switching):
+    model, x, times = make(512, 512), torch.randn(64, 128, 512), []
+    with torchgradx.attach(model, check="off"), ThreadPoolExecutor(1) as pool:
+        done = pool.submit(model, x)
+        while not done.done():
+            times.append(time.monotonic())
+    waits = [after - before for before, after in pairwise(times)]
+    assert max(waits) < sum(waits) / 2
 
 
 def fake_input(model, x):

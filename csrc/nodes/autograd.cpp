@@ -57,6 +57,7 @@ Tensor attached(const c10::intrusive_ptr<Use>& use, const Tensor& input, const T
   if (use->wants_weight || layer.reads_input) node->input = SavedVariable(input, /*is_output=*/false);
   if (input.requires_grad() || layer.reads_input) node->weight = SavedVariable(weight, /*is_output=*/false);
   const Tensor output = [&] {
+    const py::gil_scoped_release others;  // as torch's own functions
     const at::AutoDispatchBelowADInplaceOrView below;
     const at::NoGradGuard no_grad;
     return layer.forward(input, weight, bias, saved);

@@ -226,7 +226,9 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
   node->set_next_edges(torch::autograd::collect_next_edges(all));
   node->of = of, node->uses = uses, node->into = into, node->dtype = in.input.scalar_type();
   std::vector<Steps> steps;
+  std::optional<py::gil_scoped_release> others(std::in_place);  // as torch's own functions
   const Output found = run(of, in, steps, late);
+  others.reset();
   node->late = steps[0].late;
   if (node->late && !of.both_ways)  // the output itself: so that it is known if somebody writes into that
     steps[0].states = found.states.detach().transpose(0, 1);
