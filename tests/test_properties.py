@@ -138,12 +138,15 @@ def test_a_conv2d_gram_that_cancels_is_noticed(backend):
     assert_sq_norms(backend.norms("gram", x, b, problem), truth, "direct", torch.float32)
 
 
-def test_half_operands_accumulate_in_float32(backend):
-    """2051 equal steps: a half accumulator stops at 256 (bfloat16) or 2048 (float16)."""
+def test_long_sums_keep_their_digits(backend):
+    """2051 equal steps: a half accumulator stops at 256 (bfloat16) or 2048 (float16). And 2^11 in
+    float32: added one by one, each would be rounded as their sum is, all of them alike."""
     for dtype in (torch.bfloat16, torch.float16):
         a, b = to(backend, *torch.ones(2, 1, 2051, 1, dtype=dtype))
         for algorithm in ("gram", "direct", "fused"):
             assert backend.norms(algorithm, a, b).tolist() == [[2051.0**2], [2051.0**2]]
+    many = to(backend, *torch.full((2, 1 << 11, 1, 1), 0.3))
+    assert backend.fused(*many)[1].item() == pytest.approx(0.3 * (1 << 11), rel=1e-5)
 
 
 @pytest.mark.parametrize("t", [4, 16])

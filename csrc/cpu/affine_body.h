@@ -167,7 +167,6 @@ INLINE void columns_at(const Lines<T>& b, int64_t r0, int64_t c, T* sums, T* pro
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r, x += b.x_along, g += b.g_along) {
     if constexpr (kFeature == Feature::kByRow) mean = splat<T, W>(b.mean[r0 + r]), rstd = splat<T, W>(b.rstd[r0 + r]);
-
     const Vec grad = load<T, W>(g);
     sum += grad;
     product += grad * feature<T, W, kFeature == Feature::kNegative>(load<T, W>(x), mean, rstd);

@@ -84,13 +84,12 @@ Fused conv2d_fused(const Tensor& input, const Tensor& grad_output, IntArrayRef k
                    bool bias) {
   const ConvShape s = check_conv2d(input, grad_output, {kernel_size, stride, padding, dilation, groups});
   check_scale(scale, s.N, input);
-  const int64_t columns = s.C / s.groups;
   if (const auto a = as_rows(s, input), b = as_rows(s, grad_output); a && b) {
     auto [weight, grad_bias, sq_norms] = linear_fused(*a, *b, scale, bias);
     return {weight.view({s.O, s.C, 1, 1}), grad_bias, sq_norms};
   }
   return fused_results(
-      input, {s.O, columns, s.kH, s.kW}, s.N, scale, bias, grad_output.numel() == 0,
+      input, {s.O, s.C / s.groups, s.kH, s.kW}, s.N, scale, bias, grad_output.numel() == 0,
       [&](auto zero, const auto* factors, const Tensor& weight, const Tensor& grad_bias, const Tensor& sq_norms) {
         using acc_t = decltype(zero);
         const Patches<acc_t> layer(input, grad_output, s, true);

@@ -26,6 +26,7 @@ using at::Tensor;
 
 constexpr int64_t kDepth = 256;           // positions in a chunk: a run of two vectors of them stays in L1
 constexpr int64_t kRowBlock = 512;        // rows of O whose packed chunk stays in L2
+constexpr int64_t kSummed = 1024;         // positions in one sum: each of more would be rounded as the whole is
 constexpr int64_t kReread = 16;           // positions whose grads stay in L1 while all panels take theirs
 constexpr int64_t kWorthPacking = 4;      // panels of rows that read a run of columns
 constexpr int64_t kBlockBytes = 5 << 17;  // of the total (or of carry) that one block of columns touches
@@ -150,7 +151,9 @@ void add_grads(acc_t* sums, const Layer& layer, const Chunk& chunk, int64_t n, i
   const Operand& grads = layer.grads;
   const auto [lines, length] = lines_of(grads, chunk);
   for (int64_t y = 0; y < lines; ++y)
-    layer.grad_kernels->add_rows(sums, grads.at(n, chunk.y + y, chunk.x, row), length, rows, grads.x, grads.c);
+    for (int64_t x = 0; x < length; x += kSummed)
+      layer.grad_kernels->add_rows(sums, grads.at(n, chunk.y + y, chunk.x + x, row), std::min(kSummed, length - x),
+                                   rows, grads.x, grads.c);
 }
 
 // What becomes of the sums over one sample's positions.
