@@ -156,6 +156,9 @@ def test_moments_of_a_small_variance_about_a_large_mean(backend):
         _, rstd = backend.operator("moments")(*to(backend, r + 4096), 0.0, True, over_positions)
         _, expected = backend.operator("moments")(*to(backend, r), 0.0, True, over_positions)
         torch.testing.assert_close(rstd, expected, rtol=1e-5, atol=0)
+    flat = to(backend, torch.full((1, 1 << 13, 2, 4), 0.3))  # a long sum of equal terms
+    mean, _ = backend.operator("moments")(*flat, 1.0, True, True)
+    assert mean.flatten().tolist() == pytest.approx([0.3, 0.3], rel=1e-6)
 
 
 def _in_order(*order):

@@ -51,7 +51,7 @@ class Moments {
     }
     for (int64_t k = 0; k < count; ++k) {
       const double excess = centred_ ? double(sums[k]) * sums[k] / size : 0;  // by the rounding of `mean`
-      if (mean_) mean_[index + k * along] = mean[k];
+      if (mean_) mean_[index + k * along] = mean[k] + acc_t(sums[k] / size);
       rstd_[index + k * along] = acc_t(1 / std::sqrt((squares[k] - excess) / size + eps_));
     }
   }
