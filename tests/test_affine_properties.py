@@ -10,14 +10,10 @@ from oracle_gather import Gather
 
 # Each way through the kernels: rows and planes, statistics by row, by column and none, T = 1.
 PROBLEMS = {
-    "layer_norm": Affine("layer_norm", 6, 9, 1, 33),
     "layer_norm of one position": Affine("layer_norm", 6, 1, 1, 33),
-    "rms_norm": Affine("rms_norm", 6, 9, 1, 33),
-    "group_norm": Affine("group_norm", 6, 9, 3, 5),
-    "group_norm of planes": Affine("group_norm", 6, 9, 3, 5),
-    "batch_norm": Affine("batch_norm", 6, 9, 17, 1),
-    "scale": Affine("scale", 6, 9, 17, 1),
-    "prelu": Affine("prelu", 6, 9, 17, 1),
+    **{name: Affine(name, 6, 9, 1, 33) for name in ("layer_norm", "rms_norm")},
+    **{name: Affine("group_norm", 6, 9, 3, 5) for name in ("group_norm", "group_norm of planes")},
+    **{name: Affine(name, 6, 9, 17, 1) for name in ("batch_norm", "scale", "prelu")},
     "prelu of planes": Affine("prelu", 6, 9, 17, 1),
 }
 ELEMENTWISE = [(name, how) for name in PROBLEMS for how in ("norms", "fused")]

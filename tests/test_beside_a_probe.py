@@ -83,9 +83,7 @@ def test_whatever_runs_between_leaves_the_record_as_it_is(name, options):
             loss = entropy(model, x, y)
             score(model, *other)  # between it and its backward,
             loss.backward()
-            report = torchgradx.verify(
-                model, F.cross_entropy, *other
-            )  # and before the norms are read
+            report = torchgradx.verify(model, F.cross_entropy, *other)  # before norms are read
             assert report.agrees
             close(probe.norms(), want)
             for key, p in model.named_parameters():

@@ -113,12 +113,9 @@ def test_bags_with_ids_that_repeat(mode, registered):
     close(ghost(model, ids), loop(model, square, ids), torch.float64)
 
 
-def test_a_batch_that_opacus_miscounts_is_refused(registered):
+def test_a_batch_that_opacus_miscounts_and_mixed_samples_are_refused(registered):
     with pytest.raises(torchgradx.CoverageError, match="one of 5 samples, and its output has 4"):
         ghost(bags("sum", last=True), torch.randint(0, 6, (4, 3)))
-
-
-def test_gradients_that_mix_samples_are_refused(registered):
     with pytest.raises(torchgradx.CoverageError, match="scale_grad_by_freq"):
         ghost(nn.Embedding(6, 5, scale_grad_by_freq=True), batch([6, 7]))
 

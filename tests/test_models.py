@@ -15,7 +15,6 @@ from test_attach_modules import under_its_masks
 
 import torchgradx
 
-RTOL = 1e-9
 SCALE = 2.0**10
 SUBNORMAL = {"convnext"}  # a layer scale of 1e-6: float16 has nothing else below it
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)

@@ -63,12 +63,8 @@ LOADERS = {
     "shuffled": lambda d: DataLoader(d, 4, shuffle=True),
     "the last dropped": lambda d: DataLoader(d, 5, shuffle=True, drop_last=True),
     "one batch": lambda d: DataLoader(d, 100),
-    "a subset": lambda d: DataLoader(
-        d, 4, sampler=torch.utils.data.SubsetRandomSampler([3, 1, 19])
-    ),
-    "drawn with weights": lambda d: DataLoader(
-        d, 4, sampler=torch.utils.data.WeightedRandomSampler([1.0] * N, 50)
-    ),
+    "a subset": lambda d: DataLoader(d, 4, sampler=[3, 1, 19]),
+    "with replacement": lambda d: DataLoader(d, 4, sampler=RandomSampler(d, True, 50)),
     "batches of one's own": lambda d: DataLoader(d, batch_sampler=[[5, 3, 3], [7], [20, 1, 0, 4]]),
     "batches forever": lambda d: DataLoader(d, batch_sampler=Forever()),
     "indexed by batches": whole_batches,
@@ -238,7 +234,8 @@ def test_arguments_are_refused_by_name(tmp_path):
     model, data = classifier(), pool()
     frozen, one_class = classifier().requires_grad_(False), nn.Linear(5, 1).double()
     two = ["norm", "loss"]
-    loader = DataLoader(data, 4)
+    loader, folder = DataLoader(data, 4), tmp_path / "folder.npz"
+    folder.mkdir()
     lossy = lambda samples: torch.utils.data.default_collate(samples[:-1])  # noqa: E731
     for kind, words, call in (
         (TypeError, "iterable", lambda: score(model, DataLoader(Stream(), 4))),
@@ -264,7 +261,8 @@ def test_arguments_are_refused_by_name(tmp_path):
         (TypeError, "say split=", lambda: score(model, DataLoader(data.tensors[0], 4))),
         (TypeError, "say split=", lambda: score(model, DataLoader(StackDataset(a=data), 4))),
         (ValueError, ".npz, .csv, .parquet", lambda: score(model, loader, out="x.txt")),
-        (ValueError, "folder", lambda: score(model, loader, out=tmp_path / "no" / "x.csv")),
+        (ValueError, "a folder that", lambda: score(model, loader, out=tmp_path / "no" / "x.csv")),
+        (ValueError, "is a folder", lambda: score(model, loader, out=folder)),
         (ValueError, "one number", lambda: score(model, loader, lambda o, y: o)),
         (ValueError, "3 of 4 samples", lambda: score(model, DataLoader(data, 4, collate_fn=lossy))),
     ):

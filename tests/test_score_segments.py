@@ -96,6 +96,9 @@ def test_packed_rows_have_an_entry_for_each_document(batch):
     assert list(got) == ["item", "id", "norm"]
     assert [(i, k) for i, k, _ in want] == list(zip(got["item"], got["id"], strict=True))
     np.testing.assert_allclose(got["norm"], [whole(norms) for *_, norms in want], rtol=1e-9)
+    chosen = np.isin(got["item"], [2, 6])
+    for name, column in score(model, batch=batch, indices=[6, 2]).items():
+        np.testing.assert_allclose(column, got[name][chosen], rtol=1e-9)
 
 
 def test_the_parts_of_each_documents_norm_and_the_mean_of_two_models():
@@ -105,14 +108,6 @@ def test_the_parts_of_each_documents_norm_and_the_mean_of_two_models():
     for name, _ in models[0].named_parameters():
         means = [(a[2][name] + b[2][name]) / 2 for a, b in zip(*want, strict=True)]
         np.testing.assert_allclose(got[name], means, rtol=1e-8, atol=1e-12)
-
-
-def test_of_chosen_items_alone():
-    model = gpt()
-    got, every = score(model, indices=[6, 2]), score(model)
-    chosen = np.isin(every["item"], [2, 6])
-    for name, column in got.items():
-        np.testing.assert_allclose(column, every[name][chosen], rtol=1e-12)
 
 
 SIZES = [3, 5, 2, 4, 7, 2]
