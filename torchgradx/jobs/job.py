@@ -184,6 +184,4 @@ class Job:
         """[n, K]"""
         if prefix and self.quantity.per != "model":
             found = {f"{prefix}.{name}".rstrip("."): v for name, v in found.items()}
-        if not columns:
-            return np.zeros((0, 0))
         return torch.stack([found[name].double() for name in columns], 1).cpu().numpy()
