@@ -1,5 +1,8 @@
 """score() by other kinds than the norm: of the forward alone, several at once, over models."""
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +11,7 @@ from attach_oracle import close, loop, per_model
 from test_score import C, N, classifier, entropy, pool, score
 from test_token_weights import token_mean
 from torch import nn
+from torch.distributions import Normal
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 import torchgradx
@@ -103,6 +107,33 @@ def test_a_models_own_loss_and_logits_do():
     torch.testing.assert_close(torch.tensor(got), want["margin"])
     with pytest.raises(TypeError, match="loss_fn=None takes the loss"):
         score(model, unlabelled, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    logits: torch.Tensor
+
+
+CONTAINERS = {
+    "a mapping": (lambda t: UserDict(logits=t), lambda c: c["logits"]),
+    "a subclass of dict": (lambda t: Output(logits=t), lambda c: c.logits),
+    "a dataclass": (Fields, lambda c: c.logits),
+    "a distribution": (lambda t: Normal(t, 1.0), lambda c: c.loc),
+}
+
+
+@pytest.mark.parametrize(("put", "take"), CONTAINERS.values(), ids=CONTAINERS)
+def test_samples_are_taken_out_of_what_a_model_is_given_and_returns(put, take):
+    inner, (x, _) = classifier(), pool().tensors
+    model = Model(lambda m, given: put(m.inner(take(given))), inner=inner)
+    loss, y = lambda out, y: F.mse_loss(take(out), y), torch.randn(N, C, dtype=torch.float64)
+    split = lambda batch: ((put(batch[0]),), batch[1])  # noqa: E731
+    want = loop(model, lambda m, x, y: loss(m(put(x)), y), x, y)
+    loader = DataLoader(TensorDataset(x, y), 4)
+    got = score(model, loader, loss, kind=["norm", "loss"], split=split)
+    close(torch.tensor(got["norm"]), per_model(want))
+    torch.testing.assert_close(torch.tensor(got["loss"]), (inner(x) - y).square().mean(1).detach())
+    torchgradx.verify(model, loss, (put(x),), y)
 
 
 def test_token_means_are_scored_by_the_samples_own():

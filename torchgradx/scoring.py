@@ -144,27 +144,14 @@ class LossReduction:
 
 @overload
 def grad_norms(
-    model: nn.Module,
-    loss_fn: Loss,
-    inputs: Any,
-    targets: Any,
-    *,
-    per: Model = "model",
-    loss_reduction: str = "mean",
+    model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, *, per: Model = "model",
     **options: Any,
-) -> Tensor: ...
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def grad_norms(
-    model: nn.Module,
-    loss_fn: Loss,
-    inputs: Any,
-    targets: Any,
-    *,
-    per: Parts,
-    loss_reduction: str = "mean",
-    **options: Any,
+    model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, *, per: Parts, **options: Any
 ) -> dict[str, Tensor]: ...
 
 

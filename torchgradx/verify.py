@@ -136,14 +136,9 @@ LoopGradients = Iterator[Sequence[Tensor | None]]  # of each sample, by paramete
 
 
 def _norms_of_loop(
-    model: nn.Module,
-    loss_fn: Loss,
-    inputs: Any,
-    targets: Any,
-    norms: Mapping[str, Tensor],
-    loss_reduction: str,
-    options: Mapping[str, Any],
-) -> dict[str, Tensor]:
+    model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, norms: Mapping[str, Tensor],
+    loss_reduction: str, options: Mapping[str, Any],
+) -> dict[str, Tensor]:  # fmt: skip
     """Return norms of the parameters of `norms`, by a loop over a copy of the model."""
     n = len(next(iter(norms.values()))) if norms else 0
     twin = copy.deepcopy(model, _computed_by(model))
@@ -188,15 +183,9 @@ def _mend(model: nn.Module) -> None:
 
 
 def _loop_by_rows(
-    model: nn.Module,
-    live: Sequence[Tensor],
-    loss_fn: Loss,
-    inputs: Any,
-    targets: Any,
-    n: int,
-    options: Mapping[str, Any],
-    loss_reduction: str,
-) -> LoopGradients:
+    model: nn.Module, live: Sequence[Tensor], loss_fn: Loss, inputs: Any, targets: Any, n: int,
+    options: Mapping[str, Any], loss_reduction: str,
+) -> LoopGradients:  # fmt: skip
     """Yield gradients by sample where none can be cut out: pull back its rows of the outputs'."""
     args, kwargs = arguments_of(inputs)
     ids, scale = options["sample_ids"](args, kwargs), options.get("loss_scale", 1.0)

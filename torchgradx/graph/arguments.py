@@ -5,8 +5,9 @@ Nested tensors have no sizes and never show N.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import is_dataclass
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,20 +16,47 @@ from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map
 
 
+def entries_of(leaf: Any) -> dict[Any, Any] | None:
+    """Return the parts of a mapping, dataclass or distribution, which a pytree takes for a leaf."""
+    if isinstance(leaf, MutableMapping):
+        return dict(leaf)
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        named = {field.name: getattr(leaf, field.name, None) for field in fields(leaf)}
+        return named | getattr(leaf, "__dict__", {})
+    return vars(leaf) if isinstance(leaf, Distribution) else None
+
+
+def leaves_in(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of a tree in order, those of mappings, dataclasses and distributions too."""
+    for leaf in tree_leaves(tree):
+        parts = entries_of(leaf)
+        yield from [leaf] if parts is None else leaves_in(list(parts.values()))
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a copy of a tree with function(leaf) in place of each of `leaves_in`."""
+
+    def mapped(leaf: Any) -> Any:
+        parts = entries_of(leaf)
+        if parts is None:
+            return function(leaf)
+        other, is_mapping = copy.copy(leaf), isinstance(leaf, MutableMapping)
+        put: Any = type(leaf).__setitem__ if is_mapping else object.__setattr__  # of a frozen one
+        for name, part in parts.items():
+            put(other, name, map_leaves(function, part))
+        return other
+
+    return tree_map(mapped, tree)
+
+
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors of arguments or outputs in order, in dataclasses and distributions too."""
+    """Return the tensors of arguments or outputs in order; see `leaves_in`."""
     if isinstance(tree, Tensor):
         return [tree]
     if type(tree) in (tuple, list, dict):  # tree_leaves takes ten times as long
         parts = tree.values() if type(tree) is dict else tree
         return [t for part in parts if part is not None for t in tensors_in(part)]
-    found: list[Tensor] = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif isinstance(leaf, Distribution) or (is_dataclass(leaf) and not isinstance(leaf, type)):
-            found += tensors_in(list(vars(leaf).values()))
-    return found
+    return [leaf for leaf in leaves_in(tree) if isinstance(leaf, Tensor)]
 
 
 def sized_tensors_in(tree: Any) -> list[Tensor]:
@@ -81,10 +109,9 @@ def is_broadcast(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bo
 
 def _lists_samples(argument: Any, n: int) -> bool:
     """Return True if an argument contains a list of N tensors, which may be one per sample."""
-    if is_dataclass(argument) and not isinstance(argument, type):
-        argument = vars(argument)
-    if isinstance(argument, dict):
-        return any(_lists_samples(part, n) for part in argument.values())
+    parts = entries_of(argument)
+    if parts is not None:
+        return any(_lists_samples(part, n) for part in parts.values())
     if not isinstance(argument, (list, tuple)):
         return False
     is_list = len(argument) == n and all(isinstance(part, Tensor) for part in argument)
@@ -114,7 +141,7 @@ def one_sample(tree: Any, sample: int, n: int, dim: int) -> Any:
         d = dim if leaf.dim() > dim else 0
         return leaf.detach().narrow(d, sample, 1).requires_grad_(leaf.requires_grad)
 
-    return tree_map(one, tree) if tensors_in(tree) else tree
+    return map_leaves(one, tree) if tensors_in(tree) else tree
 
 
 def size_of_batch(t: Tensor, batch_dim: int) -> int:

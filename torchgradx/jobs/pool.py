@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from ..graph.arguments import map_leaves
 
 Split = Callable[[Any], tuple[Any, Any]]
 Indices = NDArray[np.int64]
@@ -131,4 +132,4 @@ def moved(batch: Any, device: torch.device) -> Any:
             return leaf.to(device, non_blocking=leaf.is_pinned())
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
-    return tree_map(one, batch)
+    return map_leaves(one, batch)

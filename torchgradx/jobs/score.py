@@ -36,38 +36,23 @@ def score(
 
 @overload
 def score(
-    model: Models,
-    loss_fn: Loss | None,
-    loader: Any,
-    *,
-    per: Model = "model",
-    kind: Kind = "norm",
-    sample_ids: None = None,
-    **options: Any,
-) -> NDArray[Any]: ...
+    model: Models, loss_fn: Loss | None, loader: Any, *, per: Model = "model", kind: Kind = "norm",
+    sample_ids: None = None, **options: Any,
+) -> NDArray[Any]: ...  # fmt: skip
 
 
 @overload
 def score(
-    model: Models,
-    loss_fn: Loss | None,
-    loader: Any,
-    *,
-    per: Parts,
-    kind: Kind = "norm",
+    model: Models, loss_fn: Loss | None, loader: Any, *, per: Parts, kind: Kind = "norm",
     **options: Any,
-) -> dict[str, NDArray[Any]]: ...
+) -> dict[str, NDArray[Any]]: ...  # fmt: skip
 
 
 @overload
 def score(
-    model: Models,
-    loss_fn: Loss | None,
-    loader: Any,
-    *,
-    kind: list[Kind] | tuple[Kind, ...],
+    model: Models, loss_fn: Loss | None, loader: Any, *, kind: list[Kind] | tuple[Kind, ...],
     **options: Any,
-) -> dict[str, NDArray[Any]]: ...
+) -> dict[str, NDArray[Any]]: ...  # fmt: skip
 
 
 def score(
