@@ -187,6 +187,9 @@ def test_logits_are_found_in_what_a_model_returns():
     close(torch.tensor(score(deep, loader, None, kind="egl", logits=lambda o: o[1])), want)
     with pytest.raises(TypeError, match="logits="):
         score(deep, loader, None, kind="egl")
+    named = DataLoader([(x, {"label": y}) for x, y in data], 4)
+    got = score(deep, named, lambda out, y: F.cross_entropy(out[1], y["label"]), kind="loss")
+    torch.testing.assert_close(torch.tensor(got), by_definition(inner, data)["loss"])
 
 
 def test_grand_is_the_mean_over_models():

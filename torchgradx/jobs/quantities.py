@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..graph.arguments import one_sample
+from ..graph.arguments import one_sample, size_of_batch, tensors_in
 from ..probe import Probe
 from ..scoring import Loss, call, sample_norms
 
@@ -103,8 +103,9 @@ class Quantities:
         return found if self.per == "model" else found[self.kinds[0]]
 
     def _losses(self, model: nn.Module, inputs: Any, output: Any, targets: Any) -> Tensor:
+        sized = [t for t in tensors_in(output) if t.dim()] or [self._logits(output)]
         known = isinstance(targets, Tensor) and targets.dim()
-        count = len(targets) if known else int(self._logits(output).shape[self.batch_dim])
+        count = len(targets) if known else size_of_batch(sized[0], self.batch_dim)
         losses = []
         for n in range(count):
             if self.loss_fn is None:  # the model's .loss is of the batch
