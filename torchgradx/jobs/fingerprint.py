@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, TensorDataset
 
+from ..graph.arguments import leaves_in
 from ..kept import random_state_kept
 from .pool import Pool
 
@@ -25,7 +25,7 @@ SAMPLES = 8  # of a dataset that are looked at, spread over it
 def of_values(*values: Any) -> str:
     """Digest tensors by their bits, all else by its repr without addresses."""
     digest = blake2b(digest_size=16)
-    for value in tree_leaves(values):
+    for value in leaves_in(values):
         if isinstance(value, Tensor):
             value = getattr(value, "_local_tensor", value)  # of a DTensor
             digest.update(f"{value.dtype}{list(value.shape)}".encode())
@@ -35,7 +35,7 @@ def of_values(*values: Any) -> str:
         elif isinstance(value, np.ndarray):
             digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
         else:
-            digest.update(re.sub(r"\bat 0x[0-9a-f]+", "", repr(value)).encode() + b"\n")
+            digest.update(re.sub(r"\bat 0x[0-9a-fA-F]+", "", repr(value)).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -86,7 +86,8 @@ def of_function(function: Any) -> str:
     if isinstance(function, nn.Module):
         return f"{type(function).__qualname__} {of_model(function)}"
     if isinstance(function, functools.partial):
-        return f"{of_function(function.func)} {of_values(function.args, repr(function.keywords))}"
+        given = function.args, [*function.keywords.items()]
+        return f"{of_function(function.func)} {of_values(given)}"
     owner = function.__self__ if inspect.ismethod(function) else function
     plain = {k: v for k, v in getattr(owner, "__dict__", {}).items() if isinstance(v, VALUE_KINDS)}
     named: Any = function if hasattr(function, "__qualname__") else type(function)
