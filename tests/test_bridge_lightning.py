@@ -1,5 +1,6 @@
 """The Lightning callback in real fits: norms against a loop, the fit untouched, nothing left."""
 
+import contextlib
 import copy
 import csv
 from pathlib import Path
@@ -251,13 +252,38 @@ def test_of_several_children_the_whole_step_counts(make):
     assert fingerprint(task) == fingerprint(twin)
 
 
-def test_a_module_that_the_step_does_not_call_is_refused_with_a_hint():
+class Adversaries(Task):
+    def __init__(self, toggles):
+        super().__init__()
+        self.automatic_optimization, self.toggles = False, toggles
+        self.critic = nn.Linear(3, 1).double()
+
+    def training_step(self, batch):
+        fake = self.model(batch[0])
+        parts = (torch.ones_like(fake), fake.detach()), (fake,)
+        for optimizer, given in zip(self.optimizers(), parts, strict=True):
+            with optimizer.toggle_model() if self.toggles else contextlib.nullcontext():
+                optimizer.zero_grad()
+                self.manual_backward(sum(self.critic(x).square().mean() for x in given))
+                optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.critic, self.model)]
+
+
+@pytest.mark.parametrize("toggles", [False, True])
+@pytest.mark.parametrize(("module", "count"), [("model", SIZE), ("critic", 2 * SIZE)])
+def test_a_step_of_another_networks_optimizer_is_left_out(module, count, toggles):
+    read = []
+    norms = GradNorms(module, on_norms=lambda norms, step: read.append(len(norms)))
+    fit(Adversaries(toggles), batches(3), norms, accumulate_grad_batches=1, limit_val_batches=0)
+    assert read == [count] * 3
+
+
+def test_what_cannot_be_is_refused_with_a_hint():
     with pytest.raises(torchgradx.CoverageError, match=r"module=\) names the module"):
         fit(Parts(WAYS["its parts"]), batches(), GradNorms(""))
     fit(Parts(WAYS["its parts"]), batches(), GradNorms("encoder"))
-
-
-def test_what_is_the_trainers_is_refused():
     with pytest.raises(TypeError, match="loss_scale is the trainer's"):
         GradNorms(loss_scale=2.0)
     with pytest.raises(ValueError, match="per must be"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -84,6 +84,12 @@ class GradNorms(StepNorms, Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
+        assert self.probe is not None
+        own = set(self.probe._parameters.tensors())
+        if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            with suppress(CoverageError):  # of a GAN's other network
+                self.probe.norms()  # the module's own step begins a new record
+            return
         if not self._unread:  # a step that training_step skipped
             return
         self._unread = False
