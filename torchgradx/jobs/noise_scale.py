@@ -126,6 +126,12 @@ class NoiseScale:
         ranks = Ranks(running() if self.distributed is None else self.distributed)
         with ranks.together():
             weights, groups, here, sharded = self._read(source, grad)
+            if self.steps and list(groups) != self._names:
+                raise ValueError(
+                    f"other parameters are trained than in the {self.steps} steps before: average "
+                    "in a new NoiseScale where you freeze or unfreeze"
+                )
+            self._names = list(groups)
             weights = weights / ranks.world
             sq_norms = torch.stack(list(groups.values())).double().cpu().square()  # [K, N]
             most = weights.abs() @ sq_norms.sum(0).sqrt()
@@ -150,12 +156,10 @@ class NoiseScale:
             weights = source.shares
             found = source.norms(self.per)
             groups = {MODEL: found} if isinstance(found, Tensor) else found
-            self._names = list(groups)
             return weights, groups, *self._sq_grads(source.gradients(self.per))
         norms = norms_of(source)
         if self.per != "model":
             raise TypeError(f"norms must be a probe, of which per={self.per!r} can be read")
-        self._names = [MODEL]
         if isinstance(grad, nn.Module):
             grads = [p.grad for p in grad.parameters() if p.grad is not None]
             here, sharded = self._sq_grads({MODEL: grads})
@@ -172,7 +176,7 @@ class NoiseScale:
 
     def _sq_grads(self, groups: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
         """[K], [K]: of gradients that are whole on this rank, and of those of which a part is."""
-        sums = torch.zeros(2, len(self._names), dtype=torch.float64)
+        sums = torch.zeros(2, len(groups), dtype=torch.float64)
         found: list[tuple[int, int, Tensor]] = []
         for k, gradients in enumerate(groups.values()):
             for gradient in gradients:
