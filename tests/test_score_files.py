@@ -212,8 +212,7 @@ def test_a_loss_is_told_by(tmp_path, by):
 
 def test_addresses_are_left_out():
     kind = type("Image", (), {"__repr__": lambda image: f"<Image at 0x{id(image):X}>"})  # as PIL's
-    one, other = kind(), kind()
-    assert fingerprint.of_values(one) == fingerprint.of_values(other)
+    assert fingerprint.of_values(one := kind()) == fingerprint.of_values(kind()), one
 
 
 def test_a_file_without_scores_binds_nobody(tmp_path):
@@ -269,12 +268,14 @@ def test_a_file_holds_what_score_returns(tmp_path, ending):
 
 
 def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path):
-    out = tmp_path / "scores.npz"
-    torchgradx.save_scores(out, np.arange(3.0))
+    out = tmp_path / "scores.csv"
+    for scores in (torch.arange(3.0), [0.0, 1.0, 2.0], np.arange(3.0)):
+        torchgradx.save_scores(out, scores)
+        assert columns_of(out)["norm"].tolist() == [0, 1, 2]
     with pytest.raises(ValueError, match="one length"):
         torchgradx.save_scores(out, {"a": np.zeros(2), "b": np.zeros(3)})
-    assert os.listdir(tmp_path) == ["scores.npz"]
-    assert read(out)["norm"].tolist() == [0, 1, 2]
+    assert os.listdir(tmp_path) == ["scores.csv"]
+    assert columns_of(out)["norm"].tolist() == [0, 1, 2]
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):

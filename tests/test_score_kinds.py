@@ -129,8 +129,7 @@ def test_samples_are_taken_out_of_what_a_model_is_given_and_returns(put, take):
     loss, y = lambda out, y: F.mse_loss(take(out), y), torch.randn(N, C, dtype=torch.float64)
     split = lambda batch: ((put(batch[0]),), batch[1])  # noqa: E731
     want = loop(model, lambda m, x, y: loss(m(put(x)), y), x, y)
-    loader = DataLoader(TensorDataset(x, y), 4)
-    got = score(model, loader, loss, kind=["norm", "loss"], split=split)
+    got = score(model, DataLoader(TensorDataset(x, y), 4), loss, kind=["norm", "loss"], split=split)
     close(torch.tensor(got["norm"]), per_model(want))
     torch.testing.assert_close(torch.tensor(got["loss"]), (inner(x) - y).square().mean(1).detach())
     torchgradx.verify(model, loss, (put(x),), y)

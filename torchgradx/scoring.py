@@ -60,15 +60,9 @@ def _without_grads(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 def sample_norms(
-    probe: Probe,
-    output: Any,
-    targets: Any,
-    loss_fn: Loss,
-    per: str,
-    loss_reduction: str,
-    compare: bool = True,
-    retain_graph: bool = False,
-) -> Tensor | dict[str, Tensor]:
+    probe: Probe, output: Any, targets: Any, loss_fn: Loss, per: str, loss_reduction: str,
+    compare: bool = True, retain_graph: bool = False,
+) -> Tensor | dict[str, Tensor]:  # fmt: skip
     """Run one backward from the attached model's output; return the norms of its samples alone.
 
     compare: refuse a loss that is seen not to be reduced as the probe expects.
@@ -198,15 +192,9 @@ def grad_norms(
 
 
 def norms_alone(
-    model: nn.Module,
-    loss_fn: Loss,
-    inputs: Any,
-    targets: Any,
-    per: str,
-    loss_reduction: str,
-    options: dict[str, Any],
-    compare: bool = True,
-) -> Tensor | dict[str, Tensor]:
+    model: nn.Module, loss_fn: Loss, inputs: Any, targets: Any, per: str, loss_reduction: str,
+    options: dict[str, Any], compare: bool = True,
+) -> Tensor | dict[str, Tensor]:  # fmt: skip
     """See `grad_norms` and `sample_norms`."""
     check_loss(loss_fn)
     with norms_only(model, loss_reduction=loss_reduction, **options) as probe:

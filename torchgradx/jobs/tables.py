@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-Scores = NDArray[np.floating[Any]] | Mapping[str, NDArray[np.floating[Any]]]
+Column = NDArray[np.floating[Any]] | torch.Tensor
+Scores = Column | Mapping[str, Column]
 
 
 def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "norm") -> None:
@@ -23,7 +25,7 @@ def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "no
 
     Args:
         path: ends in .npz, .csv or .parquet (which needs pyarrow).
-        scores: [N], or a dict of them by name, as `score` returns.
+        scores: an array or a Tensor [N], or a dict of them by name, as `score` and `norms` return.
         name: of the column, where `scores` is one array.
 
     Raises:
@@ -31,7 +33,11 @@ def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "no
         ImportError: .parquet without pyarrow.
     """
     path = checked_path(path)
-    columns = dict(scores) if isinstance(scores, Mapping) else {name: scores}
+    named = scores if isinstance(scores, Mapping) else {name: scores}
+    columns = {
+        name: of.detach().cpu().numpy() if isinstance(of, torch.Tensor) else np.asarray(of)
+        for name, of in named.items()
+    }
     lengths = {len(column) for column in columns.values()}
     if len(lengths) > 1:
         raise ValueError(f"scores must be of one length; got {sorted(lengths)}")
