@@ -33,8 +33,10 @@ class Report:
         whole = torch.stack([v.double().square() for v in self.loop.values()]).sum(0).sqrt()
         found = {}
         for name, loop in self.loop.items():
-            off = (self.norms[name].double() - loop.double()).abs()
-            found[name] = float((off / whole).where(off != 0, 0).max()) if len(off) else 0.0
+            norms, loop = self.norms[name].double(), loop.double()
+            off = (norms - loop).abs() / whole.nan_to_num(torch.inf)
+            is_same = (norms == loop) | (norms.isnan() & loop.isnan())
+            found[name] = float(off.where(~is_same, 0).max()) if len(off) else 0.0
         return found
 
     @property
