@@ -232,7 +232,6 @@ def test_noise_scale_and_outliers_are_logged(tmp_path):
 
 
 def test_a_models_own_loss_is_exact_beside_its_logits():
-    """model(..., labels=y).loss.backward(), as its users write it."""
     model, ids = gpt2(), torch.randint(0, 11, (3, 6))
     labels = ids.clone()
     labels[1, 3:] = labels[2, 5:] = IGNORED

@@ -11,7 +11,6 @@ from attach_oracle import close, loop, per_model
 from test_score import C, N, classifier, entropy, pool, score
 from test_token_weights import token_mean
 from torch import nn
-from torch.distributions import Normal
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 import torchgradx
@@ -118,7 +117,7 @@ CONTAINERS = {
     "a mapping": (lambda t: UserDict(logits=t), lambda c: c["logits"]),
     "a subclass of dict": (lambda t: Output(logits=t), lambda c: c.logits),
     "a dataclass": (Fields, lambda c: c.logits),
-    "a distribution": (lambda t: Normal(t, 1.0), lambda c: c.loc),
+    "a distribution": (lambda t: torch.distributions.Normal(t, 1.0), lambda c: c.loc),
 }
 
 

@@ -121,7 +121,9 @@ def verify(
 
 
 def _tolerance(model: nn.Module) -> float:
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    live = [p for p in model.parameters() if p.requires_grad]
+    dtypes, kinds = {p.dtype for p in live}, {p.device.type for p in live}
+    dtypes |= {torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)}
     # A norm over a long sum keeps half its digits at least, whatever the order of summation.
     return max((torch.finfo(d).eps for d in dtypes), default=0.0) ** 0.5
 
@@ -147,8 +149,8 @@ def _norms_of_loop(
     _mend(twin)
     parameters = dict(twin.named_parameters())
     live = [parameters[name] for name in norms]
-    given = options.get("loss_scale")  # a Tensor [N] is of the batch's loss alone
-    scale = float(given) if isinstance(given, Real) else 1.0
+    given = _scale_of(inputs, options)
+    scale = 1.0 if given.dim() else float(given)  # [N] is of the batch's loss alone
 
     @torch.enable_grad()
     def one_by_one() -> LoopGradients:
@@ -190,21 +192,27 @@ def _loop_by_rows(
 ) -> LoopGradients:  # fmt: skip
     """Yield gradients by sample where none can be cut out: pull back its rows of the outputs'."""
     args, kwargs = arguments_of(inputs)
-    ids, scale = options["sample_ids"](args, kwargs), options.get("loss_scale", 1.0)
-    if callable(scale):
-        scale = scale(args, kwargs) if takes_call(scale) else scale()
+    ids, scales = options["sample_ids"](args, kwargs), _scale_of(inputs, options).expand(n)
     with torch.enable_grad():
         output = call(model, inputs)
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         seeds = torch.autograd.grad(loss_fn(output, targets), outputs, allow_unused=True)
     pairs = [(t, g) for t, g in zip(outputs, seeds, strict=True) if g is not None]
-    scales = torch.as_tensor(scale).expand(n)
     weights = torch.where(scales == 0, 0.0, (n if loss_reduction == "mean" else 1) / scales.abs())
     for sample in range(n):
         of_one = [g * _rows_of_one(g, ids, sample, n) for _, g in pairs]
         roots = [t for t, _ in pairs]
         found = torch.autograd.grad(roots, live, of_one, retain_graph=True, allow_unused=True)
         yield [None if g is None else g.double() * weights[sample] for g in found]
+
+
+def _scale_of(inputs: Any, options: Mapping[str, Any]) -> Tensor:
+    """Return the number or the Tensor [N] that `loss_scale` is for these inputs."""
+    scale = options.get("loss_scale", 1.0)
+    if callable(scale):
+        scale = scale(*arguments_of(inputs)) if takes_call(scale) else scale()
+    scale = scale.get_scale() if isinstance(scale, torch.amp.GradScaler) else scale
+    return torch.as_tensor(scale)
 
 
 def _rows_of_one(g: Tensor, ids: Tensor, sample: int, n: int) -> Tensor:

@@ -11,8 +11,6 @@ from torch.utils.data import Dataset, Sampler
 
 from .arguments import indices_of, norms_of
 
-SamplerIndices = Any  # a Tensor, an array or a sequence of ints
-
 
 class IndexedDataset(Dataset[Any]):
     """(index, dataset[index]) for each sample, so that a training loop knows which it has."""
@@ -126,7 +124,7 @@ class ImportanceSampler(Sampler[int]):
         """[N] float64: of the draws of the iteration that goes on (before the first: its own)."""
         return self._p.clone()
 
-    def weights(self, indices: SamplerIndices) -> Tensor:
+    def weights(self, indices: Any) -> Tensor:
         """[B] float32, on the device of `indices`: 1 / (N p), for samples that were drawn.
 
         mean(weights * losses) over a batch has the mean loss over the dataset as its expectation.
@@ -135,7 +133,7 @@ class ImportanceSampler(Sampler[int]):
         weights = (1 / (self.size * self._p[where])).float()
         return weights.to(indices.device) if isinstance(indices, Tensor) else weights
 
-    def update(self, indices: SamplerIndices, norms: Any) -> None:
+    def update(self, indices: Any, norms: Any) -> None:
         """Note the norms [B] of a batch's own gradients, once a batch: state_dict counts by them.
 
         `norms` may be the probe, if `probe.loss_scale` is set to the weights before the forward.

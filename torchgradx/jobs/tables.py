@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Column = NDArray[np.floating[Any]] | torch.Tensor
-Scores = Column | Mapping[str, Column]
+Scores = NDArray[np.floating[Any]] | torch.Tensor | Mapping[str, Any]
 
 
 def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "norm") -> None:
