@@ -101,9 +101,10 @@ def test_a_models_own_loss_and_logits_do():
     for kind, values in got.items():
         torch.testing.assert_close(torch.tensor(values), want[kind])
     close(torch.tensor(score(model, loader, None)), want["norm"])
+    alone = Model(lambda m, x, labels: {"loss": with_loss(m, x, labels).loss}, inner=model.inner)
     unlabelled = DataLoader(StackDataset(x=x), 4)
-    got = score(model, unlabelled, None, kind="margin")
-    torch.testing.assert_close(torch.tensor(got), want["margin"])
+    for kind, of, batches in (("margin", model, unlabelled), ("loss", alone, loader)):
+        torch.testing.assert_close(torch.tensor(score(of, batches, None, kind=kind)), want[kind])
     with pytest.raises(TypeError, match="loss_fn=None takes the loss"):
         score(model, unlabelled, None)
 

@@ -103,9 +103,9 @@ class Quantities:
         return found if self.per == "model" else found[self.kinds[0]]
 
     def _losses(self, model: nn.Module, inputs: Any, output: Any, targets: Any) -> Tensor:
-        sized = [t for t in tensors_in(output) if t.dim()] or [self._logits(output)]
         known = isinstance(targets, Tensor) and targets.dim()
-        count = len(targets) if known else size_of_batch(sized[0], self.batch_dim)
+        sizes = [size_of_batch(t, self.batch_dim) for t in tensors_in((output, inputs)) if t.dim()]
+        count = len(targets) if known else sizes[0]
         losses = []
         for n in range(count):
             if self.loss_fn is None:  # the model's .loss is of the batch
