@@ -85,8 +85,8 @@ class GradNorms(StepNorms, Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
         assert self.probe is not None
-        own = set(self.probe._parameters.tensors())
-        if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        if len(trainer.optimizers) > 1 and stepped.isdisjoint(self.probe._parameters.tensors()):
             with suppress(CoverageError):  # of a GAN's other network
                 self.probe.norms()  # the module's own step begins a new record
             return
