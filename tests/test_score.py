@@ -142,6 +142,7 @@ def test_scores_are_had_in_inference_mode():
     model, data = classifier(), pool()
     want = score(model, DataLoader(data, 4))
     with torch.inference_mode():
+        assert torchgradx.verify(model, F.cross_entropy, *data.tensors).agrees
         np.testing.assert_array_equal(score(model, DataLoader(data, 4)), want)
 
 
@@ -231,9 +232,8 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_arguments_are_refused_by_name(tmp_path):
-    model, data = classifier(), pool()
+    model, data, two = classifier(), pool(), ["norm", "loss"]
     frozen, one_class = classifier().requires_grad_(False), nn.Linear(5, 1).double()
-    two = ["norm", "loss"]
     loader, folder = DataLoader(data, 4), tmp_path / "folder.npz"
     folder.mkdir()
     lossy = lambda samples: torch.utils.data.default_collate(samples[:-1])  # noqa: E731

@@ -61,6 +61,7 @@ class Report:
         return "\n".join(lines)
 
 
+@torch.inference_mode(False)
 def verify(
     model: nn.Module,
     loss_fn: Loss,

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-Scores = NDArray[np.floating[Any]] | torch.Tensor | Mapping[str, Any]
+Scores = NDArray[np.floating[Any]] | Tensor | Mapping[str, Any]
 
 
 def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "norm") -> None:
@@ -34,8 +34,7 @@ def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "no
     path = checked_path(path)
     named = scores if isinstance(scores, Mapping) else {name: scores}
     columns = {
-        name: of.detach().cpu().numpy() if isinstance(of, torch.Tensor) else np.asarray(of)
-        for name, of in named.items()
+        k: np.asarray(v.detach().cpu() if isinstance(v, Tensor) else v) for k, v in named.items()
     }
     lengths = {len(column) for column in columns.values()}
     if len(lengths) > 1:
