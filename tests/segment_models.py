@@ -236,18 +236,14 @@ ROWS = [
 ]  # fmt: skip
 CASES = {
     "index_add": (lambda: Sets("index_add"), SIZES),
-    "scatter_add": (lambda: Sets("scatter_add"), SIZES),
-    "mean": (lambda: Sets("mean"), SIZES),
-    "amax": (lambda: Sets("amax"), SIZES),
-    "split": (lambda: Sets("split", shuffled=False), SIZES),
-    "softmax": (lambda: Sets("softmax"), SIZES),
-    "graphs": (Graphs, SIZES[:5] + SIZES[6:]),
+    "scatter_add": (lambda: Sets("scatter_add"), SIZES), "mean": (lambda: Sets("mean"), SIZES),
+    "amax": (lambda: Sets("amax"), SIZES), "split": (lambda: Sets("split", shuffled=False), SIZES),
+    "softmax": (lambda: Sets("softmax"), SIZES), "graphs": (Graphs, SIZES[:5] + SIZES[6:]),
     "gate": (lambda: Graphs(make=gating), SIZES[:3]),
     "rings": (lambda: Graphs(0), [[3, 4, 2], [5, 4], [2, 5, 2], [9]]),
-    "packed": (lambda: Packed(tied=False), ROWS),
-    "packed, tied": (Packed, ROWS),
+    "packed": (lambda: Packed(tied=False), ROWS), "packed, tied": (Packed, ROWS),
     "encoder": (lambda: Packed(make=encoder), ROWS),
-}
+}  # fmt: skip
 
 
 class Experts(nn.Module):

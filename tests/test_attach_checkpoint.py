@@ -182,8 +182,7 @@ def timed():
 @pytest.mark.parametrize("once", ["composable", "a generator's"])
 @pytest.mark.parametrize("check", ["graph", "off"])
 def test_a_context_that_serves_one_backward(check, once, whole, options):
-    """Refused in the forward, as the proof uses it up; left to the user's where nothing is
-    proven."""
+    """Refused in the forward, as the proof uses it up; left to the user if nothing is proven."""
     model = Model(plain, **parts()).double()
     twin, reference = copy.deepcopy(model), copy.deepcopy(model)
 

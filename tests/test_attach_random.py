@@ -1,5 +1,4 @@
-"""Models drawn at random, and all that may happen to one in random orders; each read is exact or
-refused."""
+"""Models drawn at random, and what may happen to one in random order: exact or refused."""
 
 import contextlib
 import copy

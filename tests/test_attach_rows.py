@@ -195,8 +195,7 @@ def beside_rest(m, h, k):
 SEGMENTS = {  # of rows [rows, 4] and how many are of each
     "reduced": lambda m, h, k: torch.segment_reduce(h, "sum", lengths=k),
     "pieces": lambda m, h, k: torch.stack([rows.sum(0) for rows in h.split(k.tolist())]),
-    "product": lambda m, h, k: owned(k) @ h,
-    "attention of queries": pooled,
+    "product": lambda m, h, k: owned(k) @ h, "attention of queries": pooled,
     "beside the rest": beside_rest,
 }  # fmt: skip
 

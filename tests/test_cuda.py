@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_models import mlp, square
+from attach_models import Model, mlp, square
 from attach_oracle import check
 from backends import BACKENDS, to
 from oracle import Conv2d, Linear
@@ -121,17 +121,13 @@ def test_many_blocks_give_the_same_bits_each_time(name):
     assert all(same(run(), first) for _ in range(5))
 
 
-RUNS = {  # of batched products: of samples, and of the weight's rows
-    "samples": Linear(12, 130, 1024, 1024),
-    "rows": Linear(2, 130, 4096, 2304),
-    "grams": Linear(60, 300, 40, 30),
-}
+# Runs of batched products: of samples, of the weight's rows, of Grams
+RUNS = Linear(12, 130, 1024, 1024), Linear(2, 130, 4096, 2304), Linear(60, 300, 40, 30)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", RUNS)
-def test_many_runs_have_the_norms_of_one(name, dtype):
-    problem = RUNS[name]
+@pytest.mark.parametrize("problem", RUNS, ids=str)
+def test_many_runs_have_the_norms_of_one(problem, dtype):
     a, b = to(CUDA, *problem.operands(dtype, "integers"))
     scale = torch.linspace(0.5, 2, problem.n, device="cuda")
     each = (b[n].double().T @ a[n].double() for n in range(problem.n))
@@ -234,23 +230,31 @@ def test_convolutions_and_norms_in_channels_last_turn_no_operand_twice():
     assert attached <= plain // 4
 
 
-def jobs_on(device, pinned=False):
-    """Numbers of all jobs: scores of a pool, and what a step of training tells."""
+def loss_of(output, y):
+    return F.cross_entropy(output, y.to(output.device))
+
+
+def jobs_on(device, last=None, pinned=False):
+    """Numbers of all jobs: scores of a pool, and what a step of training tells. Without a proof the
+    first layer's output [8, 8] would be refused."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4)).to(device)
+    first = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5)).to(device)
+    b = nn.Linear(8, 4).to(last or device)
+    model = Model(lambda m, x: m.b(m.a(x).to(m.b.weight.device)), a=first, b=b)
     x, y = torch.randn(20, 3), torch.randint(0, 4, (20,))
-    loader = DataLoader(TensorDataset(x, y), 6, shuffle=True, pin_memory=pinned)
+    loader = DataLoader(TensorDataset(x, y), 8, shuffle=True, pin_memory=pinned)
     state = torch.get_rng_state()
     found = [
-        torchgradx.score(model, F.cross_entropy, loader, kind=kind, progress=False)
+        torchgradx.score(model, loss_of, loader, kind=kind, progress=False)
         for kind in ("norm", "el2n", "egl")
     ]
     assert torch.equal(torch.get_rng_state(), state)
     x, y = x.to(device), y.to(device)
+    torchgradx.verify(model.eval(), loss_of, x, y)
     sampler = torchgradx.ImportanceSampler(20)
     noise, watch = torchgradx.NoiseScale(), torchgradx.OutlierWatch(warmup=10, factor=0.5)
     with torchgradx.attach(model.eval()) as probe:
-        F.cross_entropy(model(x), y).backward()
+        loss_of(model(x), y).backward()
         norms = probe.norms()
         noise.update(probe)
     sampler.update(torch.arange(20, device=device), norms)
@@ -261,7 +265,24 @@ def jobs_on(device, pinned=False):
     return [*found, noise.trace, noise.sq_grad_norm, weights.cpu().numpy(), watch.threshold]
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_jobs_find_on_a_gpu_what_they_find_on_the_cpu(pinned):
-    for got, want in zip(jobs_on("cuda", pinned), jobs_on("cpu"), strict=True):
+@pytest.mark.parametrize(("last", "pinned"), [("cuda", False), ("cuda", True), ("cpu", False)])
+def test_jobs_find_on_a_gpu_what_they_find_on_the_cpu(last, pinned):
+    for got, want in zip(jobs_on("cuda", last, pinned), jobs_on("cpu"), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_rows_are_found_on_each_device():
+    """By indices on the CPU; by ids, of a model on two devices."""
+    b, x = nn.Linear(6, 4), torch.randn(4, 5, 3, device="cuda")
+    model = Model(lambda m, x, at: m.b(m.a(x).tanh().flatten(0, 1)[at].cpu()),
+                  a=nn.Linear(3, 6).cuda(), b=b)  # fmt: skip
+    ids = torch.arange(20) // 5
+    some = torch.tensor([0, 1, 5, 11, 12, 13, 19])
+    for at, named in ((some, {}), (torch.arange(20), {"sample_ids": lambda *_: ids})):
+        each = []
+        for n in range(4):
+            model.zero_grad(), model(x, at[ids[at] == n]).square().sum().backward()
+            each.append(torch.stack([p.grad.norm().cpu() for p in model.parameters()]).norm())
+        with torchgradx.attach(model, loss_reduction="sum", **named) as probe:
+            model(x, at).square().sum().backward()
+            torch.testing.assert_close(probe.norms().cpu(), torch.stack(each))

@@ -53,10 +53,8 @@ def test_a_wrapper_of_nvcc_on_the_path_is_seen_through(clean, tmp_path):
     ("0", "13.0", True, "TORCHGRADX_CUDA=0"),
     (None, None, True, "the installed torch is a CPU build"),
     (None, "13.0", False, "there is no nvcc"),
-    (None, "12.8", True, "the installed torch has CUDA 12.8, and "),
-    (None, "13.1", True, None),
-    ("1", None, True, None),
-    ("1", "12.8", True, None),
+    (None, "12.8", True, "the installed torch has CUDA 12.8, and "), (None, "13.1", True, None),
+    ("1", None, True, None), ("1", "12.8", True, None),
 ])  # fmt: skip
 def test_when_cuda_kernels_are_left_out(clean, tmp_path, wanted, torchs, found, reason):
     if wanted is not None:
@@ -67,12 +65,9 @@ def test_when_cuda_kernels_are_left_out(clean, tmp_path, wanted, torchs, found, 
 
 
 @pytest.mark.parametrize(("asked", "present", "built"), [
-    (None, [], "8.0+PTX;9.0a"),
-    (None, [(9, 0), (9, 0)], "9.0a"),
-    (None, [(9, 0), (8, 6), (7, 5)], "8.6;9.0a"),
-    (None, [(10, 0), (9, 0)], "9.0a;10.0+PTX"),
-    (None, [(7, 5)], "8.0+PTX;9.0a"),
-    ("8.9", [(9, 0)], "8.9"),
+    (None, [], "8.0+PTX;9.0a"), (None, [(9, 0), (9, 0)], "9.0a"),
+    (None, [(9, 0), (8, 6), (7, 5)], "8.6;9.0a"), (None, [(10, 0), (9, 0)], "9.0a;10.0+PTX"),
+    (None, [(7, 5)], "8.0+PTX;9.0a"), ("8.9", [(9, 0)], "8.9"),
 ])  # fmt: skip
 def test_architectures(clean, asked, present, built):
     if asked:

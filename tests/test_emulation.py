@@ -53,17 +53,13 @@ def _sums():
 
 
 EXPECTED = {
-    "reverse": ROW.flip(0),
-    "rotate_twice": ROW.roll(-66),
+    "reverse": ROW.flip(0), "rotate_twice": ROW.roll(-66),
     "swap_lanes": ROW.view(-1, 2).flip(1).flatten(),
-    **dict.fromkeys(("shared", "global", "index", "copy"), ROW),
-    "vector": IN[: THREADS - 4],
-    "shuffle": ROW.view(-1, 2).flip(1).flatten(),
-    "warp_functions": _warp_functions(),
-    "sums": _sums(),
-    "copy/part": torch.where(torch.arange(THREADS) % 4 < 3, ROW, 0),
+    **dict.fromkeys(("shared", "global", "index", "copy"), ROW), "vector": IN[: THREADS - 4],
+    "shuffle": ROW.view(-1, 2).flip(1).flatten(), "warp_functions": _warp_functions(),
+    "sums": _sums(), "copy/part": torch.where(torch.arange(THREADS) % 4 < 3, ROW, 0),
     "copy/nothing": torch.zeros(THREADS),
-}
+}  # fmt: skip
 
 
 @in_each_order

@@ -104,8 +104,7 @@ def _restrided(x, rng):
     return rng.choice((
         lambda: x.expand(2, *x.shape),
         lambda: x.as_strided([s + 1 for s in x.shape], [0] * x.dim()) if x.numel() else x[None],
-        lambda: x.transpose(0, -1),
-        lambda: x.unsqueeze(0)[..., :0],
+        lambda: x.transpose(0, -1), lambda: x.unsqueeze(0)[..., :0],
     ))()  # fmt: skip
 
 

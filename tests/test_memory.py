@@ -32,17 +32,12 @@ MANY = Linear(40, 768, 8, 8)  # N of T x T: 90 MiB
 IMAGE = Conv2d(28, 8, 8, (64, 64), (5, 5), padding=(2, 2))  # patches: 87 MiB
 SMALL = Conv2d(160, 256, 64, (4, 4), (3, 3), padding=(1, 1))  # N gradients: 90 MiB
 CASES = {
-    "linear-direct-wide": ("direct", WIDE),
-    "linear-fused-wide": ("fused", WIDE),
-    "linear-gram-wide": ("gram", WIDE),
-    "linear-gram-long": ("gram", LONG),
-    "linear-gram-many": ("gram", MANY),
-    "conv2d-direct-image": ("direct", IMAGE),
-    "conv2d-fused-image": ("fused", IMAGE),
-    "conv2d-direct-small": ("direct", SMALL),
-    "conv2d-fused-small": ("fused", SMALL),
-    "conv2d-gram-small": ("gram", SMALL),
-}
+    "linear-direct-wide": ("direct", WIDE), "linear-fused-wide": ("fused", WIDE),
+    "linear-gram-wide": ("gram", WIDE), "linear-gram-long": ("gram", LONG),
+    "linear-gram-many": ("gram", MANY), "conv2d-direct-image": ("direct", IMAGE),
+    "conv2d-fused-image": ("fused", IMAGE), "conv2d-direct-small": ("direct", SMALL),
+    "conv2d-fused-small": ("fused", SMALL), "conv2d-gram-small": ("gram", SMALL),
+}  # fmt: skip
 # As [N, T, G, K], 128 MiB: N gradients of the weight or the bias would be 64 MiB.
 ELEMENTWISE = {
     "layer_norm": (512, 2, 1, 1 << 15),

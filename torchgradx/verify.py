@@ -30,10 +30,11 @@ class Report:
 
     def errors(self) -> dict[str, float]:
         """Return each parameter's largest difference, relative to the sample's whole norm."""
-        whole = torch.stack([v.double().square() for v in self.loop.values()]).sum(0).sqrt()
+        loops = {name: loop.double().cpu() for name, loop in self.loop.items()}
+        whole = torch.stack([loop.square() for loop in loops.values()]).sum(0).sqrt()
         found = {}
-        for name, loop in self.loop.items():
-            norms, loop = self.norms[name].double(), loop.double()
+        for name, loop in loops.items():
+            norms = self.norms[name].double().cpu()
             off = (norms - loop).abs() / whole.nan_to_num(torch.inf)
             is_same = (norms == loop) | (norms.isnan() & loop.isnan())
             found[name] = float(off.where(~is_same, 0).max()) if len(off) else 0.0

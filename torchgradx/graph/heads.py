@@ -116,8 +116,9 @@ def _taken(output: Tensor, n: int) -> Taken | None:
     for node in todo:  # grows
         found = _taken_by(node, n) if node.name() in READING else None
         if found is not None:
-            samples, sure = found[0] if samples is None else samples, sure and found[1]
-            if len(samples) != len(output) or not torch.equal(samples, found[0]):
+            here = found[0].to(output.device)
+            samples, sure = here if samples is None else samples, sure and found[1]
+            if len(samples) != len(output) or not torch.equal(samples, here):
                 return None
             indices.add(node)
             continue

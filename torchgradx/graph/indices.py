@@ -90,7 +90,8 @@ def selected_by(
         indices = saved_value(node, "indices")
         indices = (indices,) if isinstance(indices, Tensor) else indices
         dim = next((k for k, index in enumerate(indices or ()) if index is not None), 0)
-        return dim, select_by_indices(indices, shape)
+        found = select_by_indices(indices, shape)  # which may be on the CPU, for a GPU's rows
+        return dim, found and found._replace(rows=found.rows.to(node._input_metadata[0].device))
     dim = saved_dim(node, shape)
     return dim, select_along(dim, saved_value(node, "index"), shape, grid)
 

@@ -132,7 +132,7 @@ class Seeding:
             found = self._summaries(torch.where(loud, 0, SILENT))
         except Exception:
             return False
-        flags = [torch.zeros((), dtype=torch.bool, device=self._heads[0][0].device)]
+        flags: list[Tensor] = []
         for k, rows in found.items():
             layout = layouts[k]
             if layout is None or not rows.elements:
@@ -141,7 +141,7 @@ class Seeding:
             if owner is None or rows.norms.numel() != len(owner):
                 return False
             flags.append(_leaks(rows, loud[owner]))
-        return not bool(torch.stack(flags).any())
+        return not any(read_flags(flags))
 
     def _prove_by_zeros(self, found: list[Finding], loose: Sequence[Finding]) -> None:
         """Replace a refusal by the loose finding if the rows of silent samples are always zero.
@@ -154,13 +154,13 @@ class Seeding:
         if not owned:
             return
         finite = {k: self._plain[k].norms.isfinite() for k in owned}
-        flags = []
+        flags: list[Tensor] = []
         for loud in halves(self._n):
             rows = self._summaries(torch.where(loud, self._exponent, SILENT))
-            leaks = [_leaks(rows[k], loud[owner], finite[k]) for k, owner in owned.items()]
-            flags.append(torch.stack(leaks))
-        for k, mixes in zip(owned, torch.stack(flags).any(0).tolist(), strict=True):
-            found[k] = found[k] if mixes else loose[k]
+            flags += [_leaks(rows[k], loud[owner], finite[k]) for k, owner in owned.items()]
+        answers = read_flags(flags)
+        for place, k in enumerate(owned):
+            found[k] = found[k] if any(answers[place :: len(owned)]) else loose[k]
 
     def differs(self, heads: Heads, found: Sequence[Finding]) -> bool:
         """Run one backward from other dimensions of the outputs, and return True if the samples may
@@ -232,8 +232,7 @@ class Seeding:
                      digits, self._owners(group[0]), tolerance)
             for group in groups.values()
         ]  # fmt: skip
-        flat = torch.cat([flags.flatten() for flags in compared]) if compared else torch.zeros(0)
-        answers = iter(flat.tolist())
+        answers = iter(read_flags(compared))
         for group, flags in zip(groups.values(), compared, strict=True):
             for k in group:
                 live, *fit = islice(answers, flags.shape[1])
@@ -308,6 +307,11 @@ def _compare(
         flags += [(fits | nan).flatten(1).all(1) & some, (fits | faint).flatten(1).all(1),
                   (loud_rows > 0).all(1)]  # fmt: skip
     return torch.stack(flags, 1)
+
+
+def read_flags(flags: Sequence[Tensor]) -> list[bool]:
+    """Return the values of bool tensors, with one read for all. A model may be on several GPUs."""
+    return torch.cat([t.flatten().to(flags[0].device) for t in flags]).tolist() if flags else []
 
 
 def nodes_in_order(outputs: Iterable[Tensor]) -> list[Any]:

@@ -12,7 +12,7 @@ tensor, as many of them as multiply to len(owners).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from math import prod
 from operator import mul
@@ -71,6 +71,15 @@ def segments_from(owners: Tensor, n: int, counts: Sequence[int] | None = None) -
     samples = torch.tensor(present, dtype=torch.long, device=owners.device)
     alike = groupby(counts[sample] for sample in present)
     return _C.Segments(owners, order, samples, [(len(list(same)), rows) for rows, same in alike])
+
+
+def place_among(segments: list[Any], owners: Tensor, n: int) -> int:
+    """Return the place of the segments with these owners; they are added if there are none."""
+    for place, one in enumerate(segments):
+        if one.owners.device == owners.device and torch.equal(one.owners, owners):
+            return place
+    segments.append(segments_from(owners, n))
+    return len(segments) - 1
 
 
 def owners_below(
@@ -137,6 +146,7 @@ def mask_joins(mask: Tensor, owners: Tensor, n: int) -> Tensor | None:
         return None
     allowed = mask if mask.dtype is torch.bool else mask > FAINT
     allowed = allowed.view(*[1] * (4 - mask.dim()), *mask.shape)
+    owners = owners.to(mask.device)
     query, key = owners[:, None, :, None], owners[:, None, None, :]
     return (allowed & (query != key) & (query != n)).any()
 
@@ -172,8 +182,9 @@ class _Walk:
         return name == "MmBackward0" and node.next_functions[0][0] is None  # a data matrix @ rows
 
     def _merge(self, edge: Edge, shape: Sizes, new: Owned) -> None:
-        """Note the owners of an edge; where another path found some already, both must agree."""
-        old = self.found.get(edge)
+        """Note an edge's owners, on its device. Those that another path found must agree."""
+        (node, number), old = edge, self.found.get(edge)
+        new = replace(new, owners=new.owners.to(node._input_metadata[number].device))
         flags = tuple(dict.fromkeys((*(old.flags if old else ()), *new.flags)))
         if old is None or old.owners is new.owners:
             self.found[edge] = Owned(new.owners, new.path if old is None else old.path, flags)
@@ -326,7 +337,7 @@ class _Walk:
             return
         elif not writes:
             padding = to_signed(getattr(node, "_saved_padding_idx", -1))  # receives no gradient
-            owners = owners.masked_fill((index == padding).to(owners.device), self._n)
+            owners = owners.masked_fill(index == padding, self._n)
             least = owners.new_full([size], self._n).scatter_reduce_(0, index, owners, "amin")
             mixes = ((least[index] != owners) & (owners != self._n)).any()
             yield Owned(least, out.path, (*out.flags, *flags, mixes))

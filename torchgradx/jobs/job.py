@@ -184,4 +184,5 @@ class Job:
         """[n, K]"""
         if prefix and self.quantity.per != "model":
             found = {f"{prefix}.{name}".rstrip("."): v for name, v in found.items()}
-        return torch.stack([found[name].double() for name in columns], 1).cpu().numpy()
+        device = found[columns[0]].device  # of a model on several, norms and losses are not on one
+        return torch.stack([found[name].to(device).double() for name in columns], 1).cpu().numpy()

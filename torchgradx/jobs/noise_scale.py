@@ -190,8 +190,9 @@ class NoiseScale:
                 "attach(weight_grad=True)"
             )
         wide = reduce(torch.promote_types, (v.dtype for *_, v in found), torch.float32)
-        norms = torch.stack(torch._foreach_norm([values for *_, values in found], 2, wide))
-        for (sharded, k, _), norm in zip(found, norms.double().cpu(), strict=True):
+        norms = torch._foreach_norm([values for *_, values in found], 2, wide)
+        read = torch.stack([norm.to(norms[0].device) for norm in norms]).double().cpu()
+        for (sharded, k, _), norm in zip(found, read, strict=True):
             sums[sharded, k] += norm.square()
         return sums[0], sums[1]
 

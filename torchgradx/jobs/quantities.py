@@ -57,7 +57,7 @@ def error_norm(logits: Tensor, targets: Any) -> Tensor:
         )
     if targets.dim() == 1:
         targets = F.one_hot(targets.long(), logits.shape[1])
-    return (logits.softmax(1) - targets).norm(dim=1)
+    return (logits.softmax(1) - targets.to(logits.device)).norm(dim=1)
 
 
 OF_LOGITS = {"el2n": error_norm, "margin": margin, "entropy": entropy}
@@ -130,8 +130,7 @@ class Quantities:
         """Expected gradient length, sum over classes of p_c |g_c|; a backward a class.
 
         g_c is the gradient of the cross entropy were c the label. With z the logits and J their
-        Jacobian, g_c = J^T (p - e_c): the C norms of a sample need C products with J, however they
-        are arranged.
+        Jacobian, g_c = J^T (p - e_c): the C norms of a sample need C products with J.
         """
         with torch.no_grad():
             probabilities = self._classes(output).softmax(1)
@@ -146,7 +145,7 @@ class Quantities:
             more = keep or k + 1 < classes
             norms = self._norms(probe, output, likely[:, k], more, cross_entropy)
             for name, each in (norms if isinstance(norms, dict) else {"": norms}).items():
-                total[name] = total.get(name, 0) + each * p[:, k].to(each.dtype)
+                total[name] = total.get(name, 0) + each * p[:, k].to(each)
         return total if self.per != "model" else total[""]
 
     def _logits(self, output: Any) -> Tensor:

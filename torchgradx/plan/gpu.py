@@ -100,7 +100,6 @@ def compiled_for() -> str:
 
 def from_properties(properties: Any, tf32: bool, compiled: str = "") -> Gpu:
     """Clocks in kHz and a bus in bits, where the driver tells them; double data rate.
-
     A capability that is not listed has the rates of the newest below it.
     """
     capability = (properties.major, properties.minor)
@@ -153,9 +152,7 @@ def _on_tensor_cores(p: Problem, gpu: Gpu) -> bool:
 
 def _reached(p: Problem, gpu: Gpu, by: str) -> float:
     """FLOP a second of one multiprocessor"""
-    on_tensor_cores, on_others = REACHED[by]
-    share = on_tensor_cores if _on_tensor_cores(p, gpu) else on_others
-    return share * products(gpu, p.itemsize)
+    return REACHED[by][not _on_tensor_cores(p, gpu)] * products(gpu, p.itemsize)
 
 
 def _tiles(p: Problem, gpu: Gpu, by: str, tiles: int, flop: int, ends: int) -> float:
@@ -167,18 +164,13 @@ def _tiles(p: Problem, gpu: Gpu, by: str, tiles: int, flop: int, ends: int) -> f
 
 def _batched(p: Problem, gpu: Gpu, flop: int, products: int, launches: int) -> float:
     """Return the time of batched products: `products` accumulators, each written and read."""
-    itemsize = max(p.itemsize, 4)
-    whole = _reached(p, gpu, "linear") * gpu.multiprocessors
-    return flop / whole + 2 * itemsize * products / gpu.bandwidth + launches * LAUNCH
+    moved = 2 * max(p.itemsize, 4) * products / gpu.bandwidth
+    return flop / (_reached(p, gpu, "linear") * gpu.multiprocessors) + moved + launches * LAUNCH
 
 
 def _weight_grad(p: Problem, gpu: Gpu) -> float:
     flop = 2 * p.n * p.t * p.groups * p.i * p.o
     return max(flop / (_reached(p, gpu, p.layer) * gpu.multiprocessors), _moved(p, gpu)) + LAUNCH
-
-
-def _rank1(p: Problem, gpu: Gpu) -> float:
-    return _moved(p, gpu) + LAUNCH
 
 
 def _gram(p: Problem, gpu: Gpu) -> float:
@@ -234,7 +226,7 @@ def _gradient(p: Problem, gpu: Gpu, ends: int = 2) -> float:
 def _fused(p: Problem, gpu: Gpu) -> float:
     """Return the cost of one sum over all samples, with norms beside it for few positions."""
     if p.layer == "linear" and p.t <= 1:
-        return _weight_grad(p, gpu) + _rank1(p, gpu)
+        return _weight_grad(p, gpu) + _moved(p, gpu) + LAUNCH
     if p.layer == "linear" and p.t <= 16 and _on_tensor_cores(p, gpu):
         return min(_gradient(p, gpu, 4), _weight_grad(p, gpu) + _gram(p, gpu))
     return _gradient(p, gpu, 4)
@@ -246,6 +238,6 @@ def seconds_on_gpu(p: Problem, algorithm: str) -> float:
     assert gpu is not None
     if algorithm == "fused":
         return _fused(p, gpu)
-    norms = {"rank1": _rank1, "gram": _gram, "direct": _gradient}[algorithm](p, gpu)
-    beside = _weight_grad(p, gpu) + LAUNCH  # its bias is a kernel more
-    return norms + beside if p.weight_grad else norms
+    by = {"gram": _gram, "direct": _gradient}.get(algorithm)
+    norms = by(p, gpu) if by else _moved(p, gpu) + LAUNCH
+    return norms + (_weight_grad(p, gpu) + LAUNCH if p.weight_grad else 0)  # a kernel for the bias

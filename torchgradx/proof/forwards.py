@@ -30,7 +30,7 @@ from ..graph.heads import Taken, last_layers, taken_rows
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, TAKEN
 from ..graph.modes import without_user_modes
 from ..graph.nodes import Graph
-from ..graph.owners import segments_from
+from ..graph.owners import place_among
 from ..graph.routes import routes_of
 from ..graph.unpacking import INDICES
 from ..sharding import local_part
@@ -164,11 +164,12 @@ class Forward:
 
     def samples_of(self, k: int) -> Tensor | None:
         """Return the sample of each row of a use, if indices took these rows."""
-        index, sizes, node, _ = self.uses[k]
+        index, sizes, node, number = self.uses[k]
         site = self.sites[index]
         samples = next((one.samples for one in self.taken if one and node in one.nodes), None)
         if samples is None or site.declared >= 0:
             return None
+        samples = samples.to(node._input_metadata[number].device)
         each, rest = divmod(prod(sizes[: site.leads(len(sizes))]), len(samples))
         return None if rest else samples if each == 1 else samples.repeat_interleave(each)
 
@@ -196,11 +197,7 @@ class Forward:
             if layouts[first + k] != TAKEN:
                 continue
             samples: Any = self.samples_of(k)
-            same = (j for j, one in enumerate(segments) if torch.equal(one.owners, samples))
-            place = next(same, len(segments))
-            if place == len(segments):
-                segments.append(segments_from(samples, self.n))
-            layouts[first + k] = SEGMENTS + place
+            layouts[first + k] = SEGMENTS + place_among(segments, samples, self.n)
         run.layouts, run.segments = layouts, segments
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
-from ..graph.owners import MAPPING, Owned, mask_joins, owners_below, owners_by, segments_from
+from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched, read_flags
+from ..graph.owners import MAPPING, Owned, mask_joins, owners_below, owners_by, place_among
 from ..refusals import cause, key_of
 from ..sites.site import ProbeParts
 from .audit import Audit
@@ -50,7 +50,7 @@ class Inputs:
         """Return True if a mask lets rows [B, T] attend to those of another sample."""
         masks = masks if len(self.grid) == 2 else ()
         joins = (mask_joins(mask, self.owners.view(self.grid), self.n) for mask in masks)
-        return any(_read([joined for joined in joins if joined is not None]))
+        return any(read_flags([joined for joined in joins if joined is not None]))
 
     @cached_property
     def has_shared_lines(self) -> bool:
@@ -274,17 +274,14 @@ class SegmentExaminer:
     ) -> tuple[list[Any], list[int | str]]:
         """Return the pass's segments, and for each use SEGMENTS + their place, or a cause."""
         flags = list({id(flag): flag for one in owned if one for flag in one.flags}.values())
-        mixed = dict(zip(map(id, flags), _read(flags), strict=True))
+        mixed = dict(zip(map(id, flags), read_flags(flags), strict=True))
         segments = list(forward.run.segments)  # and those of earlier forwards of the same samples
         places: dict[int, int] = {}
 
         def place_of(owners: Tensor) -> int:
             """Return the place of the segments with these owners; many layers have the same."""
             if id(owners) not in places:
-                same = (j for j, one in enumerate(segments) if torch.equal(one.owners, owners))
-                places[id(owners)] = next(same, len(segments))
-                if places[id(owners)] == len(segments):
-                    segments.append(segments_from(owners, forward.n))
+                places[id(owners)] = place_among(segments, owners, forward.n)
             return SEGMENTS + places[id(owners)]
 
         layouts: list[int | str] = []
@@ -350,14 +347,9 @@ def _is_from_inputs(found: Mapping[Any, Owned], node: Any, n: int) -> bool:
         if edge[0] in visited or owned is None:
             continue
         visited.add(edge[0])
-        if any(_read(owned.flags)):
+        if any(read_flags(owned.flags)):
             return False
         if _is_batch_first(owned, n):
             return True
         todo += edge[0].next_functions
     return False
-
-
-def _read(flags: Sequence[Tensor]) -> list[bool]:
-    """Return the values of flags [], read from their device at once."""
-    return [bool(one) for one in torch.stack(list(flags)).tolist()] if flags else []

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..extension import Pass
+from ..graph.layout import read_flags
 from ..graph.routes import same_routes
 from ..layers.modules import build_of
 from ..refusals import cause
@@ -125,8 +126,7 @@ def total_version(tensors: Sequence[Tensor]) -> int:
 def zeros_of(tensors: Sequence[Tensor], places: Iterable[int]) -> list[int]:
     """Return the places whose tensors are all zeros, with one read from the device."""
     live = [place for place in places if tensors[place].numel()]
-    flags = [tensors[place].detach().any() for place in live]
-    found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    found = read_flags([tensors[place].detach().any() for place in live])
     return [place for place, has_some in zip(live, found, strict=True) if not has_some]
 
 
