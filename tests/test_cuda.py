@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchgradx
+from torchgradx.graph.owners import segments_from
 
 CUDA = BACKENDS["cuda"]
 pytestmark = pytest.mark.skipif(bool(CUDA.missing), reason=CUDA.missing)
@@ -91,9 +92,11 @@ def test_a_captured_call_replays_on_new_operands(way):
 @each_way
 def test_nothing_waits_for_the_device(way):
     a, b = to(CUDA, *operands(way))
+    owners = torch.tensor([1, 0, 1, 2], device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         results(way, a, b)
+        segments_from(owners, 3, [1, 2, 1])
         with pytest.raises(RuntimeError, match="synchroniz"):
             a.sum().item()  # so it would have been noticed
     finally:

@@ -1,5 +1,4 @@
-"""Jobs in two gloo processes on the CPU, held against one process. Run by
-test_two_processes.py, once for all."""
+"""Jobs in two gloo processes on the CPU, held against one. Run by test_two_processes.py."""
 
 import itertools
 import os

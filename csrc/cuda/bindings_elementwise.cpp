@@ -100,8 +100,6 @@ AffineFused affine_fused(const Tensor& input, const Tensor& grad_output, const T
   return {grad_input, grad_weight, grad_bias, sq_norms};
 }
 
-// Operators
-
 BySample affine_by_sample(const Tensor& input, const Tensor& grad_output, const OptionalTensor& weight,
                           const OptionalTensor& mean, const OptionalTensor& rstd, bool frozen, bool bias) {
   check_affine_by_sample(input, grad_output, weight, mean, rstd, frozen);

@@ -31,7 +31,7 @@ Segments::Segments(const Tensor& owners, const std::optional<Tensor>& order, con
     for (int64_t k = 0; k < count; ++k) starts.push_back(static_cast<int32_t>(row += length));
     sample += count, longest = std::max(longest, length);
   }
-  this->starts = at::tensor(starts, at::kInt).to(owners.device());
+  this->starts = at::tensor(starts, at::kInt).to(owners.device(), at::kInt, /*non_blocking=*/true);
 }
 
 std::optional<Tensor> Segments::flat(const Tensor& t) const {
@@ -50,7 +50,9 @@ Tensor Segments::by_sample(const Tensor& flat, int64_t n) const {
   at::DimVector sizes(flat.sizes());
   sizes[0] = n + 1;
   const Tensor wide = widened(flat);
-  return at::zeros(sizes, wide.options()).index_add_(0, owners, wide).narrow(0, 0, n);
+  Tensor sums = at::zeros(sizes, wide.options());  // a GPU's index_add_ has another order in each run
+  wide.is_cuda() ? sums.index_put_({owners}, wide, /*accumulate=*/true) : sums.index_add_(0, owners, wide);
+  return sums.narrow(0, 0, n);
 }
 
 Tensor Segments::sq_norms(const Tensor& activations, const Tensor& grad_output,

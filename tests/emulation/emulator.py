@@ -105,8 +105,7 @@ class Emulator:
             raise EmulationError(message)
 
     def launched(self) -> dict[int, tuple[int, int]]:
-        """Kernels by their offset in the library: most threads of a block, most dynamic shared
-        bytes."""
+        """Kernels by their offset in the library: most threads of a block, most shared bytes."""
         kernel, threads, shared = ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_size_t()
         out = [ctypes.byref(x) for x in (kernel, threads, shared)]
         base, rows = self._base(), {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..graph.owners import segments_from
 from ..plan.cost import CODES, plan, rounded
 from ..plan.gpu import Problem, gpu_of
-from ..reference.chunks import accumulation_dtype
+from ..reference.chunks import accumulation_dtype, add_rows
 from .by_sample import Factored
 
 
@@ -83,7 +83,7 @@ class Grouped(Factored):
         """Return [N, E, B]: the sums of `right`, where `left` is ones."""
         wide = self.right.to(accumulation_dtype(self.dtype))
         full = wide.new_zeros(len(self.pairs.lengths) + 1, wide.shape[1])
-        full = full.index_add_(0, self.pairs.of_rows, wide)[:-1].to(self.dtype)
+        full = add_rows(full, self.pairs.of_rows, wide)[:-1].to(self.dtype)
         return full.view(self.pairs.count, self.pairs.matrices, -1)
 
     def in_full(self) -> Tensor:
@@ -98,19 +98,18 @@ class Grouped(Factored):
         return float((self.left.norm(dim=1) * self.right.norm(dim=1)).sum())
 
     def sq_norms(self) -> Tensor:
-        norms = self.left.new_zeros(len(self), dtype=accumulation_dtype(self.dtype))
+        norms = self.left.new_zeros(len(self.pairs.lengths), dtype=accumulation_dtype(self.dtype))
         segments, runs = self.pairs.segments
-        if not runs:
-            return norms
         device = gpu_of(self.left.device) if self.left.is_cuda else None
         algorithms = []
         for length, pairs in runs:
             sizes = rounded(pairs), rounded(length), self.right.shape[1], self.left.shape[1]
             problem = Problem("linear", *sizes, itemsize=self.left.itemsize, device=device)
             algorithms.append(CODES[plan(problem).algorithm])
-        by_pair = segments.sq_norms(self.right, self.left, algorithms)
-        samples = segments.samples // self.pairs.matrices
-        return norms.index_add_(0, samples, by_pair.to(norms.dtype))
+        if runs:
+            by_pair = segments.sq_norms(self.right, self.left, algorithms)
+            norms.index_copy_(0, segments.samples, by_pair.to(norms.dtype))
+        return norms.view(len(self), self.pairs.matrices).sum(1)
 
     def along(self, direction: Tensor) -> Tensor:
         dots = direction.new_zeros(len(self))
@@ -118,7 +117,7 @@ class Grouped(Factored):
         parts = self.pairs.by_matrix(*self.operands, samples)
         for matrix, (left, right, of_rows) in zip(direction, parts, strict=True):
             products = (left.to(dots.dtype) @ matrix) * right.to(dots.dtype)
-            dots.index_add_(0, of_rows, products.sum(1))
+            add_rows(dots, of_rows, products.sum(1))
         return dots
 
     def weighted(self, factors: Tensor) -> Tensor:

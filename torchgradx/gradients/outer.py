@@ -119,7 +119,7 @@ class LookedUp(Factored):
 
     def _scatter(self, rows: Tensor) -> Tensor:
         zeros = rows.new_zeros(self.count, rows.shape[2])
-        return zeros.index_add_(0, self.ids.flatten(), rows.flatten(0, 1))
+        return chunks.add_rows(zeros, self.ids.flatten(), rows.flatten(0, 1))
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,8 @@ def segments_from(owners: Tensor, n: int, counts: Sequence[int] | None = None) -
         present.sort(key=lambda sample: counts[sample])
         rank = torch.full((n + 1,), n)
         rank[present] = torch.arange(len(present))
-        order = rank.to(owners.device)[owners].argsort(stable=True)
-    samples = torch.tensor(present, dtype=torch.long, device=owners.device)
+        order = rank.to(owners.device, non_blocking=True)[owners].argsort(stable=True)
+    samples = torch.tensor(present, dtype=torch.long).to(owners.device, non_blocking=True)
     alike = groupby(counts[sample] for sample in present)
     return _C.Segments(owners, order, samples, [(len(list(same)), rows) for rows, same in alike])
 

@@ -7,11 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CHUNK", "accumulation_dtype", "chunks", "dots_along", "norms", "precise_dtype", "scaled_sum",
-    "weights_of",
-]  # fmt: skip
-
 CHUNK = 1 << 19  # elements of one chunk's largest intermediate: 2 MiB of float32
 
 
@@ -45,6 +40,11 @@ def weights_of(scale: Tensor | None, operand: Tensor) -> Tensor:
     """[N], of 1 where no scale is given, in the dtype of sums"""
     wide = accumulation_dtype(operand.dtype)
     return operand.new_ones(len(operand), dtype=wide) if scale is None else scale.to(wide)
+
+
+def add_rows(to: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
+    """Add rows to those of `to` at their ids, in one order: a GPU's index_add_ has none."""
+    return to.index_put_((ids,), rows, True) if to.is_cuda else to.index_add_(0, ids, rows)
 
 
 def scaled_sum(scale: Tensor, grads: Tensor) -> Tensor:
