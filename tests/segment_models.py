@@ -3,6 +3,8 @@
 A case draws samples of given sizes, calls a model on all of them joined, and on one alone.
 """
 
+from types import MappingProxyType
+
 import torch
 from attach_models import Model
 from torch import nn
@@ -25,9 +27,11 @@ def packed_row(lengths, size):
 
 def deep_set(pool="index_add"):
     def forward(m, x, ids, n):
+        m.unused(x)
         return m.b(pooled(torch.relu(m.n(m.a(x))), ids, n, pool))
 
-    return Model(forward, a=nn.Linear(D, 8), n=nn.LayerNorm(8), b=nn.Linear(8, CLASSES))
+    return Model(forward, a=nn.Linear(D, 8), n=nn.LayerNorm(8), b=nn.Linear(8, CLASSES),
+                 unused=nn.Linear(D, 2))  # fmt: skip
 
 
 def pooled(h, rows, n, how):
@@ -41,6 +45,23 @@ def pooled(h, rows, n, how):
         sizes = torch.bincount(rows, minlength=n).tolist()
         return torch.stack([part.mean(0) for part in h.split(sizes)])
     return zeros.scatter_reduce(0, wide, h, how, include_self=False)
+
+
+def looking(m, x, ids, n):
+    """Layers of images, one of them in two uses: a row is an image."""
+    x = x.view(-1, 1, 2, 3)
+    h = m.slope(m.norm(m.conv(x) + m.conv(x.flip(-1)) * 2))
+    h = torch.cat([m.up(h).mean((2, 3)), m.patch(x[:, :, None]).flatten(1)], 1)
+    bags = m.bag((x.flatten(1) > 0).long())
+    return m.out(pooled(torch.cat([torch.tanh(h), bags.to(h.dtype)], 1), ids, n, "index_add"))
+
+
+def placing(m, words, x, ids=None):
+    """Rows of an image take the places of the words 0, as in language models that see."""
+    h, rows = m.emb(words), m.patch(x.view(-1, 1, 1, 2, 3)).flatten(1)
+    at = (words == 0)[..., None].expand_as(h)
+    h = h.masked_scatter(at, m.b(torch.tanh(m.a(rows))).to(h))
+    return m.out(torch.tanh(h).mean(1))
 
 
 def attending(m, x, ids, n):
@@ -61,7 +82,7 @@ def convolve(m, x, edges, ids, n):
     h = h + zeros.index_add(0, dst, m.first(torch.cat([x[src], x[dst] - x[src]], 1)))
     mean = zeros.scatter_reduce(0, wide, h[src], "mean", include_self=False)
     h = torch.relu(m.root(h) + m.sage(mean))
-    h = m.gin(h + zeros.index_add(0, dst, h[src]))
+    h = m.gin(h + zeros.index_add(0, dst, F.embedding(src, h)))
     edge = torch.tanh(m.edge(torch.cat([h[dst], h[src] - h[dst]], 1)))
     h = zeros.scatter_reduce(0, wide, edge, "amax", include_self=False)
     return m.out(pooled(h, ids, n, "mean"))
@@ -73,14 +94,6 @@ def convolving():
     layers = {name: nn.Linear(*size) for name, size in sizes.items()}
     gin = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     return Model(convolve, **layers, gin=gin, out=nn.Linear(8, CLASSES))
-
-
-def gating():
-    def forward(m, x, edges, ids, n):
-        (src, dst), (q, v) = edges, m.qv(x).chunk(2, 1)
-        return m.out(pooled(q[dst] * F.embedding(src, v), ids[dst], n, "index_add"))
-
-    return Model(forward, qv=nn.Linear(D, 16), out=nn.Linear(8, CLASSES))
 
 
 def encoder():
@@ -139,6 +152,8 @@ def gpt(tied=True, layers=2, width=12):
 class Case:
     """Samples of a model: `batch` calls it on all of them, `alone` on one."""
 
+    options = MappingProxyType({"sample_ids": lambda args, kwargs: kwargs["ids"]})
+
     def draw(self, sizes, generator, dtype=torch.float64):
         self.sizes, self.n = sizes, len(sizes)
         self.x = torch.randn(sum(sizes), D, generator=generator, dtype=torch.float64).to(dtype)
@@ -158,6 +173,11 @@ class Sets(Case):
         self.pool, self.shuffled = pool, shuffled
 
     def model(self):
+        if self.pool == "images":
+            return Model(looking, conv=nn.Conv2d(1, 4, 2, padding=1), norm=nn.GroupNorm(2, 4),
+                         slope=nn.PReLU(4), up=nn.ConvTranspose2d(4, 3, 2, 2),
+                         bag=nn.EmbeddingBag(2, 2), patch=nn.Conv3d(1, 4, (1, 2, 3)),
+                         out=nn.Linear(9, CLASSES))  # fmt: skip
         if self.pool != "softmax":
             return deep_set(self.pool)
         return Model(attending, v=nn.Linear(D, 8), s=nn.Linear(D, 1), o=nn.Linear(8, CLASSES))
@@ -176,9 +196,31 @@ class Sets(Case):
         return model(x, ids=torch.zeros(len(x), dtype=torch.long), n=1)
 
 
+class Placed(Case):
+    def __init__(self, **options):
+        self.options = options
+
+    def model(self):
+        return Model(placing, emb=nn.Embedding(WORDS, 8), patch=nn.Conv3d(1, 5, (1, 2, 3)),
+                     a=nn.Linear(5, 5), b=nn.Linear(5, 8), out=nn.Linear(8, CLASSES))  # fmt: skip
+
+    def words(self):
+        at = torch.arange(max(self.sizes) + 3)
+        return torch.where((at > 0) & (at <= torch.tensor(self.sizes)[:, None]), 0, at % 20 + 1)
+
+    def batch(self, model):
+        words = self.words()
+        return model(words, self.x, ids=torch.arange(self.n)[:, None].expand_as(words))
+
+    def alone(self, model, k):
+        return model(self.words()[k : k + 1], self.x[self.ids == k])
+
+
 class Graphs(Case):
-    def __init__(self, more=2, make=convolving):
-        self.more, self.model = more, make
+    model = staticmethod(convolving)
+
+    def __init__(self, more=2):
+        self.more = more
 
     def draw(self, sizes, generator, dtype=torch.float64):
         super().draw(sizes, generator, dtype)
@@ -235,14 +277,13 @@ ROWS = [
     [[7]],
 ]  # fmt: skip
 CASES = {
-    "index_add": (lambda: Sets("index_add"), SIZES),
+    "index_add": (lambda: Sets("index_add"), SIZES), "images": (lambda: Sets("images"), SIZES),
     "scatter_add": (lambda: Sets("scatter_add"), SIZES), "mean": (lambda: Sets("mean"), SIZES),
     "amax": (lambda: Sets("amax"), SIZES), "split": (lambda: Sets("split", shuffled=False), SIZES),
     "softmax": (lambda: Sets("softmax"), SIZES), "graphs": (Graphs, SIZES[:5] + SIZES[6:]),
-    "gate": (lambda: Graphs(make=gating), SIZES[:3]),
-    "rings": (lambda: Graphs(0), [[3, 4, 2], [5, 4], [2, 5, 2], [9]]),
-    "packed": (lambda: Packed(tied=False), ROWS), "packed, tied": (Packed, ROWS),
-    "encoder": (lambda: Packed(make=encoder), ROWS),
+    "rings": (lambda: Graphs(0), [[3, 4, 2], [5, 4], [2, 5, 2], [9]]), "placed": (Placed, SIZES),
+    "placed, ids": (lambda: Placed(**Case.options), SIZES), "packed, tied": (Packed, ROWS),
+    "packed": (lambda: Packed(tied=False), ROWS), "encoder": (lambda: Packed(make=encoder), ROWS),
 }  # fmt: skip
 
 

@@ -295,6 +295,7 @@ EXACT = {
 MIXED = {
     "what is given is data": lambda m, x, h: m.a(x) + m.b(x)[turned(x)],
     "taken from others by place": lambda m, x, h: m.a(x) + m.b(x).index_select(0, turned(x)),
+    "data, placed": lambda m, x, h: h.masked_scatter(torch.ones(4, 4) > 0, m.b(x)[turned(x)]),
     "beside its own": lambda m, x, h: m.c(h) + m.d(h)[turned(x)],
     "given another's": lambda m, x, h: m.c(h) + m.d(h[turned(x)]),
     "put where others are": lambda m, x, h: h + put(m.d(h[:1]), turned(x)[:1], len(x)),

@@ -99,6 +99,15 @@ Algorithm Use::plan_of_run(int64_t count, int64_t length, const Tensor& operand)
   return site->plan(rounded(count), rounded(length), operand);
 }
 
+// [1 + bias, N] of a layer that cannot join a sample's images: by the gradients of each.
+static Tensor sq_norms_of_images(const Layer& layer, const Operands& operands, bool bias) {
+  const auto sq = [&](const Tensor& t) {
+    return widened(t).unflatten(0, {-1, operands.images}).sum(1).flatten(1).square().sum(1);
+  };
+  const Tensor of_weight = sq(*layer.weight_gradients(operands));
+  return bias ? at::stack({of_weight, sq(widened(layer.bias_rows(operands)).sum(1))}) : of_weight.unsqueeze(0);
+}
+
 // Norms of all runs; `gradients`: and the weight gradients, their sum.
 Tensor Use::norms_of_runs(const Segments& segments, const FlatUse& sorted, const Tensor& weight, bool bias,
                           Gradients* gradients) const {
@@ -128,18 +137,18 @@ Tensor Use::norms_of_runs(const Segments& segments, const FlatUse& sorted, const
   for (size_t k = 0; !at_once && k < segments.runs.size(); ++k) {
     const Segments::Run& run = segments.runs[k];
     const FlatUse part = sorted.narrowed(run.first, run.count * run.length);
-    const Operands operands = *layer.operands(part.saved, part.grad_output, run.count, Layout::kBatch);
-    const Algorithm algorithm = plan_of_run(run.count, layer.positions(operands), operands.grad_output);
-    Tensor sq;
+    const Operands images = *layer.operands(part.saved, part.grad_output, run.count, Layout::kBatch);
+    const auto operands = layer.one_image(images);
+    const auto algorithm =
+        operands ? plan_of_run(run.count, layer.positions(*operands), operands->grad_output) : Algorithm::kDirect;
     if (gradients && algorithm == Algorithm::kFused) {
-      auto [made, found] = layer.fused(operands, weight, wanted);
+      const auto [made, sq] = layer.fused(*operands, weight, wanted);
       add_all(made);
-      sq = found;
-    } else {
-      if (gradients) add_all(layer.backward(part.saved, weight, part.grad_output, wanted));
-      sq = layer.sq_norms(operands, algorithm, bias);
+      put(run.samples, sq);
+      continue;
     }
-    put(run.samples, sq);
+    if (gradients) add_all(layer.backward(part.saved, weight, part.grad_output, wanted));
+    put(run.samples, operands ? layer.sq_norms(*operands, algorithm, bias) : sq_norms_of_images(layer, images, bias));
   }
   const int64_t rest = segments.rows() - segments.owned();
   if (gradients && rest > 0) {  // padding: what it adds to .grad stays as the framework has it

@@ -181,8 +181,9 @@ void Use::record(Saved saved, const Tensor& weight, const Tensor& grad_output, b
     if (const auto made = layer.weight_gradients(*operands)) {
       pass->add(site->weight, {-1, Tensor(), by_sample(*made, operands->images)});
     } else {
-      const auto [of, g] = segments ? *flat_use(*segments, saved, grad_output, /*sorts=*/false)
-                                    : FlatUse{{operands->activations}, operands->grad_output};
+      const bool images = operands->activations.dim() > 3;  // one in each row
+      const auto [of, g] = segments && !images ? *flat_use(*segments, saved, grad_output, /*sorts=*/false)
+                                               : FlatUse{{operands->activations}, operands->grad_output};
       pass->add(site->weight, {site->index,
                                kept(of.input.detach()),  // not its graph
                                kept(among(g, site->weight_rows, -1)),

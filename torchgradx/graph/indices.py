@@ -92,6 +92,10 @@ def selected_by(
         dim = next((k for k, index in enumerate(indices or ()) if index is not None), 0)
         found = select_by_indices(indices, shape)  # which may be on the CPU, for a GPU's rows
         return dim, found and found._replace(rows=found.rows.to(node._input_metadata[0].device))
+    if hasattr(node, "_raw_saved_mask"):  # [*rows, features]
+        mask = saved_value(node, "mask")
+        found = None if mask is None else select_by_indices((mask[..., 0],), shape)
+        return 0, found and found._replace(flags=((mask != mask[..., :1]).any(),))
     dim = saved_dim(node, shape)
     return dim, select_along(dim, saved_value(node, "index"), shape, grid)
 

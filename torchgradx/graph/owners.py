@@ -365,8 +365,8 @@ OWNER_RULES: dict[str, OwnerRule] = {
         _Walk.cross_part: ("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "UnsafeSplit"),
         _Walk.cross_concat: ("Cat", "Stack"),
         _Walk.cross_indexed: ("Gather", "Index", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut",
-                              "IndexPutImpl", "IndexReduce", "Scatter", "ScatterAdd",
-                              "ScatterReduce"),
+                              "IndexPutImpl", "IndexReduce", "MaskedScatter", "Scatter",
+                              "ScatterAdd", "ScatterReduce"),
     }.items()
     for name in names
 }  # fmt: skip

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched, read_flags
+from ..graph.nodes import Edge
 from ..graph.owners import MAPPING, Owned, mask_joins, owners_below, owners_by, place_among
 from ..refusals import cause, key_of
 from ..sites.site import ProbeParts
 from .audit import Audit
 from .forwards import Forward
-from .structure import SERVED
+from .structure import UNSERVED
 from .verdict import Verdict
 
 ROUTED = ("mixes", "not_found", "unproven")  # refusals that owners may make unnecessary
@@ -256,10 +257,10 @@ class SegmentExaminer:
 
     def _is_shown(self, forward: Forward, graph: _Owners, use: Any, owned: Owned | None) -> bool:
         """Return True if indices alone show the owners of a use's rows, without sample_ids."""
-        site, _, node, _ = use
+        site, _, node, number = use
         if owned is None or (site, node) in forward.trace.ends or self._layers[site].inside:
             return False
-        return _is_batch_first(owned, forward.n) or _is_from_inputs(graph.below, node, forward.n)
+        return _is_from_inputs(graph.below, (node, number), owned, forward.n)
 
     def _keys(self, forward: Forward, graph: _Owners, owned: Sequence[Owned | None]) -> list[Any]:
         """Return the cache key of the verdict on each use; None for one without owners."""
@@ -287,14 +288,13 @@ class SegmentExaminer:
         layouts: list[int | str] = []
         for (site, sizes, node, number), one in zip(forward.uses, owned, strict=True):
             layer, shape = self._layers[site], list(Watched(node, number, sizes).shape)
-            if node is not None and layer.kind not in SERVED:
+            if node is not None and layer.kind.startswith(UNSERVED):
                 layouts.append(cause("segments_kind", kind=layer.type_name))
             elif one is None and node is not None and node not in forward.graph.parents:
                 layouts.append(NOWHERE)  # it comes to no output
-            elif one is None:
-                layouts.append(cause("segments_unknown", shape=shape))
-            elif any(mixed[id(flag)] for flag in one.flags):
-                layouts.append(cause("segments_mixed", shape=shape))
+            elif one is None or any(mixed[id(flag)] for flag in one.flags):
+                why = "kind" if layer.kernel_size else "unknown" if one is None else "mixed"
+                layouts.append(cause(f"segments_{why}", kind=layer.type_name, shape=shape))
             else:
                 layouts.append(place_of(one.owners))
         return segments, layouts
@@ -323,10 +323,9 @@ class SegmentExaminer:
             is_served = isinstance(layouts[k], int)
             if is_served and findings is None:
                 layouts[k] = "segments_unproven"
-            elif is_served and isinstance(layout, str):
-                layouts[k] = cause("segments_mixed", shape=list(use.shape))
-            elif is_served and layout == NOWHERE:
-                layouts[k] = NOWHERE
+            elif is_served and (isinstance(layout, str) or layout == NOWHERE):
+                mixed = cause("segments_mixed", shape=list(use.shape))
+                layouts[k] = NOWHERE if layout == NOWHERE else mixed
             proven.append(is_served and isinstance(layout, int) and layout != NOWHERE)
         return proven
 
@@ -338,18 +337,19 @@ def _is_batch_first(owned: Owned, n: int) -> bool:
     return not rest and torch.equal(owned.owners, rows)
 
 
-def _is_from_inputs(found: Mapping[Any, Owned], node: Any, n: int) -> bool:
-    """Return True if each row of a use's input was taken from rows n*T+t of its own sample: else
-    the use may compute on one sample's data for another sample's loss."""
-    todo, visited = [*node.next_functions], {node}
-    for edge in todo:  # grows as it goes
-        owned = found.get(edge)
-        if edge[0] in visited or owned is None:
-            continue
-        visited.add(edge[0])
+def _is_from_inputs(found: Mapping[Any, Owned], edge: Edge, owned: Owned, n: int) -> bool:
+    """Return True if each row of a use was taken from rows n*T+t of its own sample: else it may
+    compute on one sample's data for another sample's loss. Rows of data, below which the graph
+    ends, must be in the order of the samples, each with some: as images of unequal sizes are."""
+    todo, visited, lowest = [(edge, owned)], {edge[0]}, list[Tensor]()
+    for (node, _), owned in todo:  # grows as it goes
         if any(read_flags(owned.flags)):
             return False
         if _is_batch_first(owned, n):
             return True
-        todo += edge[0].next_functions
-    return False
+        below = [e for e in node.next_functions if e in found]
+        if not below:
+            lowest.append(owned.owners)
+        todo += [(e, found[e]) for e in below if e[0] not in visited]
+        visited.update(node for node, _ in below)
+    return all(torch.equal(rows.unique_consecutive(), torch.arange(n).to(rows)) for rows in lowest)

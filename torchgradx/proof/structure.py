@@ -39,9 +39,8 @@ from ..sites.site import ProbeParts
 from .forwards import Forward, Forwards
 from .verdict import Verdict, total_version, zeros_of
 
-# Kinds of layers that are served where samples have any rows; not those that read neighbours.
-SERVED = ("linear", "transposed linear", "geometric linear", "embedding", "layernorm", "rmsnorm",
-          "vmap")  # fmt: skip
+# Kinds of layers that are not served where samples have any rows. A convolution's rows are images.
+UNSERVED = ("batchnorm", "instancenorm", "multiheadattention", "recurrent")
 
 
 @dataclass
@@ -148,9 +147,9 @@ class Examiner:
             return self._judge_unproven(exam, k, layout)
         if layout == BATCH and exam.forward.samples_of(k) is not None:
             layer = self._layers[index]
-            if layer.kind in SERVED:
-                return _UseVerdict(TAKEN)
-            return _UseVerdict(NOWHERE, True, cause("segments_kind", kind=layer.type_name))
+            if layer.kind.startswith(UNSERVED):
+                return _UseVerdict(NOWHERE, True, cause("segments_kind", kind=layer.type_name))
+            return _UseVerdict(TAKEN)
         is_fixed = site.fixed and exam.watched[k].samples is None and n > 1
         if is_fixed and layout in {BATCH, SEQUENCE} - {site.presumed}:
             why = cause("batch_first", n=n, shape=list(sizes))

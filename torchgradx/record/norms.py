@@ -76,6 +76,7 @@ def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | No
         for k, (layer, a, g) in enumerate(terms):
             index = torch.stack([rows_of[k][one] for one in members]) if k in rows_of else samples
             if index.numel():
+                index = index.flatten() if layer and layer.kernel_size else index  # of images
                 parts.append(Term(layer, None if a is None else a[index], g[index]))
         if parts:
             sq_norms[samples] = combine(len(members), parts).to(wide)

@@ -209,7 +209,7 @@ class Delivery:
         call = Call(use.module, names, arguments, grads, run.n, *rest)
         if any(grads[k] is not None for k in use.inner):
             call = without_inner_grads(call, use.inner, self._unrecorded)
-        by_name = self._closed_form(call) if self._closed_form else None
+        by_name = self._closed_form(call) if self._closed_form and layout != SEGMENTS else None
         if by_name is None:
             self._deliver_chunks(use, call)
             return
