@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import accumulate, groupby, pairwise
 from math import prod
-from operator import mul
+from operator import mul, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ..extension import _C, NATIVE
 from .indices import LOOKUP, READING, saved_dim, selected_by
-from .layout import nodes_in_order
+from .layout import nodes_in_order, read_flags
 from .nodes import Edge, Node, is_leaf, shape_of, to_signed
 from .unpacking import saved_value
 
@@ -31,7 +32,8 @@ Sizes = Sequence[int]
 Outs = dict[int, "Owned"]  # by the outputs of a node
 BROADCASTING = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")
 MAX_RUNS = 16  # runs of samples with equal lengths; with more of them, rows are sorted by length
-FAINT = -1e4  # an additive attention mask excludes a pair with a number below this
+MAX_FLAGS = 8  # of one output
+OWN, UNORDERED, MIXED = 1, 2, 4  # see own_rows()
 # The operand of a product that has the rows of the output.
 ROWS_OPERAND = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0,
                 "GroupedMmBackward0": 0, "LinearBackward0": 0, "MmBackward0": 0,
@@ -117,6 +119,26 @@ def owners_within(
     return walk.found
 
 
+def own_rows(found: dict[Edge, Owned], n: int) -> dict[Edge, bool]:
+    """Return for each edge True if its rows were taken from rows n*T+t of their own samples: else
+    they may be of one sample's data for another's loss. Rows of data, below which the graph ends,
+    must be in the order of the samples, each with some: as images of unequal sizes are."""
+    flags = list({id(flag): flag for owned in found.values() for flag in owned.flags}.values())
+    mixed = dict(zip(map(id, flags), read_flags(flags), strict=True))
+    orders: dict[int, int] = {}  # by the id of the owners, which many edges share
+    bits: dict[Edge, int] = {}
+    for edge, owned in reversed(found.items()):  # operands first
+        if (key := id(owned.owners)) not in orders:
+            rows, samples = owned.owners.cpu(), torch.arange(n)
+            is_own = torch.equal(rows, samples.repeat_interleave(max(1, len(rows) // n)))
+            in_order = torch.equal(rows.unique_consecutive(), samples)
+            orders[key] = OWN if is_own else 0 if in_order else UNORDERED
+        below = [bits[e] for e in edge[0].next_functions if e in bits and orders[key] != OWN]
+        bits[edge] = reduce(or_, below, 0) if below else orders[key]
+        bits[edge] |= MIXED * any(mixed[id(flag)] for flag in owned.flags)
+    return {e: not b & MIXED and bool(b & OWN or not b & UNORDERED) for e, b in bits.items()}
+
+
 def owners_by(owned: Owned, shape: Sizes, rows: Sizes) -> Tensor | None:
     """Return owners of an output [*shape] for rows of the sizes `rows`, which may be finer than the
     known ones; None if they do not fit."""
@@ -137,20 +159,6 @@ def _dims(shape: Sizes, length: int) -> int:
     return next((k for k, rows in enumerate(_counts(shape)) if rows == length), -1)
 
 
-def mask_joins(mask: Tensor, owners: Tensor, n: int) -> Tensor | None:
-    """Return a bool []: True if an attention mask lets a row see one of another sample.
-    owners: [B, T]. None: the mask has no pairs of these rows."""
-    if mask.dim() < 2 or mask.shape[-2:] != (owners.shape[1],) * 2:
-        return None
-    if mask.dim() > 2 and mask.shape[0] not in (1, len(owners)):
-        return None
-    allowed = mask if mask.dtype is torch.bool else mask > FAINT
-    allowed = allowed.view(*[1] * (4 - mask.dim()), *mask.shape)
-    owners = owners.to(mask.device)
-    query, key = owners[:, None, :, None], owners[:, None, None, :]
-    return (allowed & (query != key) & (query != n)).any()
-
-
 class _Walk:
     """Owners found so far, on the way down."""
 
@@ -160,10 +168,11 @@ class _Walk:
 
     def descend(self, node: Node) -> None:
         """Find the owners of a node's operands from those of its outputs."""
-        outs = {k: self.found[node, k] for k in range(len(node._input_metadata))
+        outs = {k: self.found.pop((node, k)) for k in range(len(node._input_metadata))
                 if (node, k) in self.found}  # fmt: skip
         if not outs:
             return
+        self.found.update(((node, k), out) for k, out in outs.items())  # before its operands
         name = node.name()
         rule = OWNER_RULES.get(name, _Walk.cross_rowwise)
         for operand, (child, number) in enumerate(node.next_functions):
@@ -186,6 +195,8 @@ class _Walk:
         (node, number), old = edge, self.found.get(edge)
         new = replace(new, owners=new.owners.to(node._input_metadata[number].device))
         flags = tuple(dict.fromkeys((*(old.flags if old else ()), *new.flags)))
+        if len(flags) > MAX_FLAGS:
+            flags = (torch.stack([flag.to(flags[0].device) for flag in flags]).any(),)
         if old is None or old.owners is new.owners:
             self.found[edge] = Owned(new.owners, new.path if old is None else old.path, flags)
             return

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched, read_flags
-from ..graph.nodes import Edge
-from ..graph.owners import MAPPING, Owned, mask_joins, owners_below, owners_by, place_among
+from ..graph.owners import MAPPING, Owned, own_rows, owners_below, owners_by, place_among
 from ..refusals import cause, key_of
 from ..sites.site import ProbeParts
 from .audit import Audit
@@ -28,6 +27,7 @@ from .structure import UNSERVED
 from .verdict import Verdict
 
 ROUTED = ("mixes", "not_found", "unproven")  # refusals that owners may make unnecessary
+FAINT = -1e4  # an additive attention mask excludes a pair with a number below this
 NO_VERDICT = Verdict([], [])
 Refusals = list[tuple[int, str]]  # (site, cause)
 
@@ -63,6 +63,20 @@ class Inputs:
     @cached_property
     def has_padding(self) -> bool:
         return bool((self.owners == self.n).any())
+
+
+def mask_joins(mask: Tensor, owners: Tensor, n: int) -> Tensor | None:
+    """Return a bool []: True if an attention mask lets a row see one of another sample.
+    owners: [B, T]. None: the mask has no pairs of these rows."""
+    if mask.dim() < 2 or mask.shape[-2:] != (owners.shape[1],) * 2:
+        return None
+    if mask.dim() > 2 and mask.shape[0] not in (1, len(owners)):
+        return None
+    allowed = mask if mask.dtype is torch.bool else mask > FAINT
+    allowed = allowed.view(*[1] * (4 - mask.dim()), *mask.shape)
+    owners = owners.to(mask.device)
+    query, key = owners[:, None, :, None], owners[:, None, None, :]
+    return (allowed & (query != key) & (query != n)).any()
 
 
 class _Owners(NamedTuple):
@@ -202,7 +216,8 @@ class SegmentExaminer:
         graph = _Owners(inputs, below, names)
         owned = [self._owners_of(graph, use) for use in uses]
         if ids is None:
-            owned = [one if self._is_shown(forward, graph, use, one) else None
+            own = own_rows(below, n)
+            owned = [one if self._is_shown(forward, own, use, one) else None
                      for use, one in zip(uses, owned, strict=True)]  # fmt: skip
         keys = self._keys(forward, graph, owned)
         segments, layouts = self._layouts(forward, owned)
@@ -255,12 +270,13 @@ class SegmentExaminer:
         rows = rows.to(device).repeat_interleave(prod(leads[len(grid) :]))
         return Owned(rows, hash(("as given", sequence_first)))
 
-    def _is_shown(self, forward: Forward, graph: _Owners, use: Any, owned: Owned | None) -> bool:
-        """Return True if indices alone show the owners of a use's rows, without sample_ids."""
+    def _is_shown(self, forward: Forward, own: Any, use: Any, owned: Owned | None) -> bool:
+        """Return True if indices alone show the owners of a use's rows, without sample_ids. own:
+        see own_rows()."""
         site, _, node, number = use
         if owned is None or (site, node) in forward.trace.ends or self._layers[site].inside:
             return False
-        return _is_from_inputs(graph.below, (node, number), owned, forward.n)
+        return bool(own.get((node, number), True))  # True: they are the inputs' rows
 
     def _keys(self, forward: Forward, graph: _Owners, owned: Sequence[Owned | None]) -> list[Any]:
         """Return the cache key of the verdict on each use; None for one without owners."""
@@ -328,28 +344,3 @@ class SegmentExaminer:
                 layouts[k] = NOWHERE if layout == NOWHERE else mixed
             proven.append(is_served and isinstance(layout, int) and layout != NOWHERE)
         return proven
-
-
-def _is_batch_first(owned: Owned, n: int) -> bool:
-    """Return True if rows are n*T+t."""
-    each, rest = divmod(len(owned.owners), n)
-    rows = torch.arange(n, device=owned.owners.device).repeat_interleave(each)
-    return not rest and torch.equal(owned.owners, rows)
-
-
-def _is_from_inputs(found: Mapping[Any, Owned], edge: Edge, owned: Owned, n: int) -> bool:
-    """Return True if each row of a use was taken from rows n*T+t of its own sample: else it may
-    compute on one sample's data for another sample's loss. Rows of data, below which the graph
-    ends, must be in the order of the samples, each with some: as images of unequal sizes are."""
-    todo, visited, lowest = [(edge, owned)], {edge[0]}, list[Tensor]()
-    for (node, _), owned in todo:  # grows as it goes
-        if any(read_flags(owned.flags)):
-            return False
-        if _is_batch_first(owned, n):
-            return True
-        below = [e for e in node.next_functions if e in found]
-        if not below:
-            lowest.append(owned.owners)
-        todo += [(e, found[e]) for e in below if e[0] not in visited]
-        visited.update(node for node, _ in below)
-    return all(torch.equal(rows.unique_consecutive(), torch.arange(n).to(rows)) for rows in lowest)
