@@ -6,7 +6,8 @@ Everything else about the package is in pyproject.toml. The environment may say:
     TORCHGRADX_NO_EXTENSION=1   install without the extensions; the pure-Python fallback serves
     TORCHGRADX_CUDA=0 or 1      leave the CUDA kernels out, or insist on them; unset: if torch has
                                 CUDA and nvcc is found, be there a GPU or not
-    TORCH_CUDA_ARCH_LIST        compute capabilities, as torch has it: "8.0;9.0+PTX"
+    TORCH_CUDA_ARCH_LIST        compute capabilities, as torch has it: "8.0;9.0+PTX"; older than 8.0
+                                is left out
     CUDA_HOME                   the CUDA toolkit, where the nvcc on PATH is not the one wanted
     TORCHGRADX_SANITIZE=1       AddressSanitizer and UndefinedBehaviorSanitizer, see `make sanitize`
     CXX, MAX_JOBS               the compiler, and how many of them at once

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def why_not(home: Path | None, torch: Any) -> str | None:
     lacking = _lacking(home)
     if wanted == "1":
         if lacking:
-            raise SystemExit(f"TORCHGRADX_CUDA=1, but {lacking}: name a CUDA toolkit by CUDA_HOME")
+            raise SystemExit(f"TORCHGRADX_CUDA=1, but {lacking}")
         return None
     if not torch.version.cuda:
         return "the installed torch is a CPU build"
@@ -65,9 +66,15 @@ def why_not(home: Path | None, torch: Any) -> str | None:
 
 def _lacking(home: Path | None) -> str | None:
     if home is None:
-        return "there is no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda"
+        return (
+            "there is no nvcc in CUDA_HOME, on PATH or in /usr/local/cuda: "
+            "name a CUDA toolkit by CUDA_HOME"
+        )
     if not _runtime(home):
-        return f"there is no libcudart_static.a under {home}"
+        return f"there is no libcudart_static.a under {home}: name another toolkit by CUDA_HOME"
+    fit, too_old = _asked()
+    if too_old and not fit:
+        return f"TORCH_CUDA_ARCH_LIST has only {' '.join(too_old)}: the kernels need 8.0 or newer"
     return None
 
 
@@ -84,15 +91,38 @@ def _runtime(home: Path) -> list[str]:
     return [str(folder) for folder in folders if (folder / "libcudart_static.a").exists()][:1]
 
 
+def _asked() -> tuple[list[str], list[str]]:
+    """Return the entries of TORCH_CUDA_ARCH_LIST to build, and those older than OLDEST.
+
+    9.0 becomes 9.0a, without which Hopper's kernel is left out. PTX of 9.0a runs on no other
+    architecture: PTX of 8.0, which runs on all later ones, replaces it.
+    """
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace("Hopper", "9.0+PTX")
+    fit: list[str] = []
+    too_old = []
+    for entry in re.split("[ ;]+", asked.strip(" ;")):
+        version = re.match(r"(\d+)\.(\d+)", entry)
+        if version and tuple(map(int, version.groups())) < OLDEST:
+            too_old.append(entry)
+        elif entry in ("9.0", "9.0+PTX"):
+            fit += ["8.0+PTX", "9.0a"] if entry == "9.0+PTX" else ["9.0a"]
+        elif entry not in ("", "native"):  # torch knows other names
+            fit.append(entry)
+    return list(dict.fromkeys(fit)), too_old
+
+
 def architectures(torch: Any) -> str:
-    """TORCH_CUDA_ARCH_LIST, else the GPUs present, else ARCHITECTURES."""
-    asked = os.environ.get("TORCH_CUDA_ARCH_LIST")
-    if asked:
-        return asked
+    """Return what fits of TORCH_CUDA_ARCH_LIST, else the GPUs present, else ARCHITECTURES."""
+    fit, too_old = _asked()
+    if too_old:
+        left_out = f"{' '.join(too_old)} of TORCH_CUDA_ARCH_LIST: the kernels need 8.0 or newer"
+        print(f"torchgradx: leaving out {left_out}", file=sys.stderr)
+    if fit:
+        return ";".join(fit)
     gpus = range(torch.cuda.device_count())
     present = {torch.cuda.get_device_capability(gpu) for gpu in gpus}
-    fit = sorted(capability for capability in present if capability >= OLDEST)
-    names = ["9.0a" if capability == (9, 0) else "{}.{}".format(*capability) for capability in fit]
+    new = sorted(capability for capability in present if capability >= OLDEST)
+    names = ["9.0a" if capability == (9, 0) else "{}.{}".format(*capability) for capability in new]
     if not names:
         return ARCHITECTURES
     # PTX of 9.0a would run nowhere else

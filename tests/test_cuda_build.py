@@ -49,32 +49,34 @@ def test_a_wrapper_of_nvcc_on_the_path_is_seen_through(clean, tmp_path):
     assert cuda_toolkit.toolkit() == home
 
 
-@pytest.mark.parametrize(("wanted", "torchs", "found", "reason"), [
-    ("0", "13.0", True, "TORCHGRADX_CUDA=0"),
-    (None, None, True, "the installed torch is a CPU build"),
-    (None, "13.0", False, "there is no nvcc"),
-    (None, "12.8", True, "the installed torch has CUDA 12.8, and "), (None, "13.1", True, None),
-    ("1", None, True, None), ("1", "12.8", True, None),
+@pytest.mark.parametrize(("settings", "torchs", "found", "reason"), [
+    ({"CUDA": "0"}, "13.0", True, "TORCHGRADX_CUDA=0"), ({}, "13.1", True, None),
+    ({}, None, True, "the installed torch is a CPU build"), ({}, "13.0", False, "there is no nvcc"),
+    ({}, "12.8", True, "the installed torch has CUDA 12.8, and "),
+    ({"CUDA": "1"}, None, True, None), ({"CUDA": "1"}, "12.8", True, None),
+    ({"ARCH": "7.5"}, "13.1", True, "TORCH_CUDA_ARCH_LIST has only 7.5"),
 ])  # fmt: skip
-def test_when_cuda_kernels_are_left_out(clean, tmp_path, wanted, torchs, found, reason):
-    if wanted is not None:
-        clean.setenv("TORCHGRADX_CUDA", wanted)
+def test_when_cuda_kernels_are_left_out(clean, tmp_path, settings, torchs, found, reason):
+    for name, value in settings.items():
+        clean.setenv({"CUDA": "TORCHGRADX_CUDA", "ARCH": "TORCH_CUDA_ARCH_LIST"}[name], value)
     home = toolkit_in(tmp_path / "cuda") if found else None
     why = cuda_toolkit.why_not(home, SimpleNamespace(version=SimpleNamespace(cuda=torchs)))
     assert why is None if reason is None else why.startswith(reason)
 
 
 @pytest.mark.parametrize(("asked", "present", "built"), [
-    (None, [], "8.0+PTX;9.0a"), (None, [(9, 0), (9, 0)], "9.0a"),
-    (None, [(9, 0), (8, 6), (7, 5)], "8.6;9.0a"), (None, [(10, 0), (9, 0)], "9.0a;10.0+PTX"),
-    (None, [(7, 5)], "8.0+PTX;9.0a"), ("8.9", [(9, 0)], "8.9"),
+    ("", [], "8.0+PTX;9.0a"), ("", [(9, 0), (9, 0)], "9.0a"),
+    ("", [(9, 0), (8, 6), (7, 5)], "8.6;9.0a"), ("", [(10, 0), (9, 0)], "9.0a;10.0+PTX"),
+    ("", [(7, 5)], "8.0+PTX;9.0a"), ("8.9", [(9, 0)], "8.9"), ("native", [(9, 0)], "9.0a"),
+    ("7.5 8.0 8.6 9.0 10.0 12.0+PTX", [], "8.0;8.6;9.0a;10.0;12.0+PTX"),
+    ("8.6;9.0+PTX", [], "8.6;8.0+PTX;9.0a"), ("Ampere Hopper", [], "Ampere;8.0+PTX;9.0a"),
 ])  # fmt: skip
-def test_architectures(clean, asked, present, built):
-    if asked:
-        clean.setenv("TORCH_CUDA_ARCH_LIST", asked)
+def test_architectures(clean, capfd, asked, present, built):
+    clean.setenv("TORCH_CUDA_ARCH_LIST", asked)
     count, capability = lambda: len(present), lambda gpu: present[gpu]
     gpus = SimpleNamespace(device_count=count, get_device_capability=capability)
     assert cuda_toolkit.architectures(SimpleNamespace(cuda=gpus)) == built
+    assert ("leaving out 7.5" in capfd.readouterr().err) == ("7.5" in asked)
 
 
 # A library that does not load
