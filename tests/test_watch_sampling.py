@@ -165,20 +165,20 @@ def test_what_is_not_known_counts_as_the_mean():
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_what_is_dropped_at_the_end_of_an_epoch_is_no_epoch(drop_last, workers):
-    """Saved anywhere, also after the last whole batch of 5 of 12."""
+    """Saved anywhere, also after the last whole batch of 5 of 12, and before the first."""
     whole = {"batch_size": 5} if drop_last else {}
 
     def epoch(sampler):
-        loader = DataLoader(
-            IndexedDataset(torch.arange(N)), 5, sampler=sampler, drop_last=drop_last,
-            num_workers=workers,
-        )  # fmt: skip
+        dataset = IndexedDataset(torch.arange(N))
+        loader = DataLoader(dataset, 5, sampler=sampler, drop_last=drop_last, num_workers=workers)
         for index, _ in loader:
             weights = sampler.weights(index).tolist()
             sampler.update(index, NORMS[index])
             yield index.tolist(), weights
 
-    sampler, drawn, states = ImportanceSampler(N, **whole), [], []
+    sampler, drawn = ImportanceSampler(N, **whole), []
+    sampler.update(range(7 * workers), NORMS[: 7 * workers])
+    states = [(0, sampler.state_dict())]
     assert len(sampler) == (10 if drop_last else N)
     for _ in range(2):
         for batch in epoch(sampler):

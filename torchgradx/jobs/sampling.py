@@ -89,6 +89,7 @@ class ImportanceSampler(Sampler[int]):
         self._generator = torch.Generator().manual_seed(seed)
         self._resumed: int | None = None  # draws of this iteration that a restored state has seen
         self._begin()
+        self._updated: int | None = None  # by update(), of this iteration; None before the first
 
     def __len__(self) -> int:
         return self.num_samples
@@ -108,11 +109,9 @@ class ImportanceSampler(Sampler[int]):
 
     def _begin(self) -> None:
         self._start = self._generator.get_state()
-        self._updated = 0  # by update(), of this iteration
-        known = self._norms.isfinite()
-        mean = self._norms[known].mean() if known.any() else torch.ones((), dtype=torch.float64)
-        norms = torch.where(known, self._norms, mean)
-        total = norms.sum()
+        self._updated = 0
+        norms = torch.where(self._norms.isfinite(), self._norms, self._norms.nanmean())
+        total = norms.sum()  # nan where no norm is known
         even = torch.full_like(norms, 1 / self.size)
         self._p = torch.lerp(norms / total, even, self.smoothing) if total > 0 else even
 
@@ -150,7 +149,8 @@ class ImportanceSampler(Sampler[int]):
         good = values.isfinite()
         for place, value in zip(where[good].tolist(), values[good].tolist(), strict=True):
             self._norms[place] = value  # in order, which an indexed assignment does not promise
-        self._updated += len(where)
+        if self._updated is not None:
+            self._updated += len(where)
 
     def state_dict(self) -> dict[str, Any]:
         """Restored, the iteration goes on after the samples that `update` was called with."""
