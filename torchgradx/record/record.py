@@ -90,10 +90,9 @@ class Record:
             self.tape.begin(first=not self.runs)
             if self._needs_clean_grads and not self.runs:
                 self._grads_before = self._largest_elements(run.trainable)
-            scale = self._scale_of(run.serial)
             if run.serial and any(other.serial == run.serial for other, _ in self.runs):
                 self._recorder.refuse(-1, "run_twice")
-            self.runs.append((run, scale))
+            self.runs.append((run, self._scale_of(run.serial)))
             run.recorded = True
             for site, reason in run.refusals:
                 self._recorder.refuse(site, reason)
@@ -141,12 +140,13 @@ class Record:
         place = bisect_right(self._scales, serial, key=itemgetter(0))
         scale: Any = self._scales[max(1, place) - 1][1]
         scaler = self._options["loss_scale"]
-        if isinstance(scaler, torch.amp.GradScaler):
-            factor = scaler.get_scale() if scaler.is_enabled() else 1.0
-            return factor if scale is scaler else scale * factor
-        if scale is scaler:
-            return scale.detach().clone() if isinstance(scale, Tensor) else scale
-        return scale * 1.0
+        if not isinstance(scaler, torch.amp.GradScaler):
+            return scale * 1.0  # a copy of a Tensor, which the user may write into
+        held = scaler._get_scale_async() if scaler.is_enabled() else None  # get_scale() waits
+        factor: Any = scaler.get_scale() if held is None else _in_double(held)
+        if isinstance(scale, Tensor) and held is not None:
+            scale = scale.to(factor.device)
+        return factor if scale is scaler else factor * scale
 
     def clear(self) -> None:
         """Begin an empty record."""
@@ -195,8 +195,7 @@ class Record:
         def norms_of(places: Sequence[int] | None) -> Tensor:
             parts = []
             for (run, _), factor in zip(runs, factors, strict=True):
-                total = run.total(places)
-                total = total if sums_on is CPU else total.to(sums_on)
+                total = run.total(places).to(sums_on)
                 for place in run.waiting():
                     if places is None or place in places:
                         total += self._combine(run, place).to(total.device)
@@ -316,8 +315,7 @@ class Record:
             if not isinstance(scale, Tensor):
                 yield reduction / float(scale)  # a numpy scalar would divide in its own dtype
                 continue
-            # On a GPU it stays there, since a copy would wait; other devices may have no float64.
-            scale = scale.detach().to(scale.device if scale.is_cuda else CPU, torch.float64)
+            scale = _in_double(scale)
             if scale.dim() and scale.shape != (run.n,):
                 raise ValueError(
                     f"loss_scale must be a number or a Tensor [{run.n}], one a sample of the pass; "
@@ -341,13 +339,15 @@ class Record:
         raise refused_all(next(iter((*known, *fates, "not_called"))), names)
 
 
+def _in_double(scale: Tensor) -> Tensor:
+    """Copy to float64. On a GPU it stays there: a copy would wait. Others may have no float64."""
+    return scale.detach().to(scale.device if scale.is_cuda else CPU, torch.float64, copy=True)
+
+
 def _norms(sq_norms: Tensor, factor: Scale, device: torch.device, dtype: torch.dtype) -> Tensor:
-    if isinstance(factor, Tensor):
-        factor = factor.abs().to(sq_norms.device)
-    elif NATIVE and sq_norms.is_cpu and device.type == "cpu":
+    if NATIVE and sq_norms.is_cpu and device.type == "cpu" and not isinstance(factor, Tensor):
         return _C.norms_of(sq_norms, abs(factor), dtype is torch.float64)
-    else:
-        factor = abs(factor)
+    factor = factor.abs().to(sq_norms.device) if isinstance(factor, Tensor) else abs(factor)
     return (sq_norms.clamp_min(0).sqrt() * factor).to(device, dtype)
 
 
