@@ -17,10 +17,6 @@ namespace {
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-struct WithoutAutocast : c10::impl::ExcludeDispatchKeyGuard {
-  WithoutAutocast() : ExcludeDispatchKeyGuard(c10::DispatchKeySet(c10::DispatchKey::AutocastCPU)) {}
-};
-
 constexpr int64_t kInput = 0, kState = 1, kCell = 2, kWeights = 3;  // among the node's inputs
 
 variable_list listed(const Sequence& in) {
@@ -71,7 +67,7 @@ struct RecurrentNode : SavingNode {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const WithoutAutocast cast_already;
+    const c10::impl::ExcludeDispatchKeyGuard cast_already(c10::autocast_dispatch_keyset);
     std::vector<bool> recorded;
     for (const auto& use : uses) recorded.push_back(use && use->arrive(this));
     variable_list all;
@@ -217,11 +213,11 @@ Output call_recurrent(const std::vector<std::shared_ptr<Site>>& sites, const Rec
     any = any || uses.back();
   }
   if (!any) return framework(of, in);
-  if (at::autocast::is_autocast_enabled(at::kCPU)) {  // of an LSTM that goes to oneDNN, see served()
+  if (at::autocast::is_autocast_enabled(in.input.device().type())) {  // an LSTM that goes to oneDNN, see served()
     for (Tensor& t : all) t = cast(t);
     in = sequence(all);
   }
-  const WithoutAutocast cast_already;
+  const c10::impl::ExcludeDispatchKeyGuard cast_already(c10::autocast_dispatch_keyset);
   const auto node = make_node<RecurrentNode>();
   node->set_next_edges(torch::autograd::collect_next_edges(all));
   node->of = of, node->uses = uses, node->into = into, node->dtype = in.input.scalar_type();
