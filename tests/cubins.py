@@ -56,8 +56,7 @@ def compiled(source: Path, *architectures: str) -> Path:
     texts = build.texts(source, (build.KERNELS,), {}).values()
     codes = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in architectures]
     command = [f"{build.toolkit()}/bin/nvcc", *FLAGS, *codes, "-c", str(source)]
-    key = "".join((*command[:-2], *texts))
-    return build.made(f"{source.stem}.cubins.o", key, command)
+    return build.made(f"{source.stem}.cubins.o", "".join((*command[:-2], *texts)), command)
 
 
 def short(name: str) -> str:

@@ -163,8 +163,7 @@ def test_moments_of_a_small_variance_about_a_large_mean(backend):
 
 def _in_order(*order):
     """[N, T, G, K] with its memory in another order of dimensions"""
-    back = [order.index(d) for d in range(4)]
-    return lambda x: x.permute(order).contiguous().permute(back)
+    return lambda x: x.permute(order).contiguous().permute([order.index(d) for d in range(4)])
 
 
 LAYOUTS = layouts.LAYOUTS | {

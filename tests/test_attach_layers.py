@@ -10,6 +10,8 @@ from attach_steps import exact_steps
 from recurrent_models import made, net
 from torch import nn
 
+import torchgradx
+
 N = 4
 
 
@@ -153,6 +155,13 @@ FALLBACK_LAYERS |= {
 @pytest.mark.parametrize("name", ELEMENTWISE_LAYERS)
 def test_tables_and_normalisations_have_the_norms_of_the_loop(name, options, dtype):
     check_leaf(name, *ELEMENTWISE_LAYERS[name], options, dtype)
+
+
+@every_mode
+def test_a_group_norm_of_single_values_raises_as_it_does_alone(options):
+    model, x = nn.Sequential(nn.GroupNorm(4, 4)), torch.randn(1, 4, 1)
+    with torchgradx.attach(model, **options), pytest.raises(ValueError, match="more than 1 value"):
+        model(x)
 
 
 @both_dtypes

@@ -100,8 +100,7 @@ def routed(name, reentrant):
             return route(h, m, of)
         return checkpoint(lambda h: route(h, m, of), h, use_reentrant=reentrant)
 
-    layers = {key: nn.Linear(3, 3) for key in "abc"}
-    return Model(forward, **layers).double()
+    return Model(forward, **{key: nn.Linear(3, 3) for key in "abc"}).double()
 
 
 def rows():

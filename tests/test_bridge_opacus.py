@@ -67,8 +67,7 @@ def ghost(model, x, loss=square):
     """{parameter: norms [N]}, as Opacus' ghost mode has them after a backward."""
     model = Ghost(copy.deepcopy(model).train(), strict=False)
     loss(model, x).backward()
-    names = model._module.named_parameters()
-    return {name: p._norm_sample for name, p in names if p.requires_grad}
+    return {name: p._norm_sample for name, p in model._module.named_parameters() if p.requires_grad}
 
 
 def close(got, want, dtype, terms=64):
@@ -123,8 +122,7 @@ def test_a_batch_that_opacus_miscounts_and_mixed_samples_are_refused(registered)
 def test_frozen_parameters_have_no_norm(registered):
     layer, x = nn.Conv2d(4, 6, 3).double(), torch.randn(5, 4, 7, 7, dtype=torch.float64)
     layer.weight.requires_grad_(False)
-    got = ghost(layer, x)
-    close(got, loop(layer, square, x), torch.float64)
+    close(ghost(layer, x), loop(layer, square, x), torch.float64)
 
 
 def test_registrations_are_undone_one_by_one_and_after_an_exception():

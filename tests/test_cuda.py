@@ -182,8 +182,7 @@ def test_float32_is_rounded_to_tf32_where_torch_allows_it_and_only_there(allowed
     matmul.allow_tf32 = allowed
     a = torch.full((2, 64, 128), 1 + 2.0**-12, device="cuda")  # TF32 keeps ten bits
     ones = torch.ones(2, 64, 128, device="cuda")
-    expected = 128.0 if allowed else 128 * (1 + 2.0**-12)
-    assert bool((CUDA.fused(a, ones)[0] == expected).all())
+    assert bool((CUDA.fused(a, ones)[0] == (128.0 if allowed else 128 * (1 + 2.0**-12))).all())
 
 
 def test_copies_on_the_device_keep_strides_and_offsets():

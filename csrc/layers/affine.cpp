@@ -137,7 +137,7 @@ class Channels : public Affine {
   Channels(int64_t groups, double eps) : Affine(eps), groups_(groups) {}
 
   bool batched(const Tensor& input) const override {
-    return input.dim() > 1;
+    return input.dim() > 1 && (!groups_ || input.numel() != groups_);  // what a GroupNorm's own forward refuses
   }
 
  protected:
@@ -184,7 +184,7 @@ class GroupNorm final : public Channels {
   using Channels::Channels;
 
   Tensor whole_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) const override {
-    if (input.dim() < 2 || input.numel() == groups(input)) return {};  // refused there
+    if (!batched(input)) return {};  // refused there
     return at::group_norm(input, groups(input), weight, bias, eps_, at::globalContext().userEnabledCuDNN());
   }
   Tensor forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,

@@ -122,8 +122,7 @@ def torch_flags() -> tuple[str, ...]:
 
 def linked(name: str, objects: list[Path], *flags: str) -> Path:
     """-Bsymbolic: a CUDA torch has functions of the CUDA runtime's names in the process too."""
-    files = [str(path) for path in objects]
-    command = ["g++", "-shared", "-Wl,-Bsymbolic", *files, *flags]
+    command = ["g++", "-shared", "-Wl,-Bsymbolic", *[str(path) for path in objects], *flags]
     return made(f"{name}.so", "".join(command), command)
 
 

@@ -326,8 +326,7 @@ def main() -> int:
                 sys.exit(f"the kernels as they are fail, {' '.join(kind)}: {said}")
         for mutant, said in zip(wanted, pool.map(objection, wanted), strict=True):
             survivors += not said
-            line = f"{mutant.name:52} {mutant.arithmetic:9} {said[:110] or 'SURVIVES'}"
-            print(line, flush=True)
+            print(f"{mutant.name:52} {mutant.arithmetic:9} {said[:110] or 'SURVIVES'}", flush=True)
     caught, minutes = len(wanted) - survivors, (time.monotonic() - start) / 60
     print(f"{caught} of {len(wanted)} planted bugs caught, in {minutes:.1f} minutes")
     return survivors

@@ -57,8 +57,7 @@ def _ldmatrix(transposed: bool) -> Case:
         matrices = matrices.swapaxes(1, 2)
     fragments = matrices.reshape(4, 32, 2).swapaxes(0, 1)  # [lane, matrix, two neighbours]
     name = "ldmatrix_x4_trans" if transposed else "ldmatrix_x4"
-    given = np.concatenate([_words(rows), order.astype(np.uint32)])
-    return Case(name, given, _words(fragments))
+    return Case(name, np.concatenate([_words(rows), order.astype(np.uint32)]), _words(fragments))
 
 
 # mma: figures "m16n8k16 fragment layout for A / B / C" and their m16n8k8 .tf32 counterparts
