@@ -146,8 +146,7 @@ BORROWED = {
 @pytest.mark.parametrize("name", BORROWED)
 def test_a_module_called_with_another_ones_parameter_is_refused(name, options):
     def forward(m, x):
-        own = functional_call(m.l, {"weight": BORROWED[name](m)}, (x,))
-        return m.o(torch.tanh(own)) + x @ m.w
+        return m.o(torch.tanh(functional_call(m.l, {"weight": BORROWED[name](m)}, (x,)))) + x @ m.w
 
     model = Model(forward, l=linear(), o=linear(), w=torch.randn(D, D))
     if name == "in its own call too":

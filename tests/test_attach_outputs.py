@@ -59,8 +59,7 @@ WORDS = 5
 def padded(m, xs):
     lengths = torch.tensor([len(x) for x in xs])
     h = m.l(pad_sequence(xs, batch_first=True))
-    mask = torch.arange(h.shape[1]) < lengths[:, None]
-    return (h * mask[..., None]).sum(1) / lengths[:, None]
+    return (h * (torch.arange(h.shape[1]) < lengths[:, None])[..., None]).sum(1) / lengths[:, None]
 
 
 FORWARDS = {

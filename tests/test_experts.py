@@ -302,8 +302,7 @@ def every_row(m, h):
 def weighed(m, x):
     h = torch.tanh(m.first(x)).flatten(0, 1)
     weighted = h.repeat(E, 1) * torch.sigmoid(m.router(h)).T.reshape(-1, 1)
-    made = m.experts(weighted) - m.shift * weighted.mean(0)
-    return (h + made.view(E, -1, D).sum(0)).view_as(x)
+    return (h + (m.experts(weighted) - m.shift * weighted.mean(0)).view(E, -1, D).sum(0)).view_as(x)
 
 
 @native

@@ -115,8 +115,7 @@ def test_a_gram_that_cancels_is_noticed(backend, rows, dtype):
     n, t = 3, 64
     a, b = Linear(n, t, 24, 20).operands(dtype, "gaussians")
     sign = torch.tensor([1.0, -1.0], dtype=dtype).repeat(t // 2)[:, None]
-    tremor = 2.0**-12 if dtype != torch.bfloat16 else 2.0**-6
-    a = (a[:, :1] * (1 + tremor * a)).to(dtype)
+    a = (a[:, :1] * (1 + (2.0**-12 if dtype != torch.bfloat16 else 2.0**-6) * a)).to(dtype)
     b = b[:, :1] * sign
     if rows == "grad_output":
         a, b = b, a

@@ -258,5 +258,4 @@ def test_a_cause_is_found_and_named(key):
 
     with pytest.raises(torchgradx.CoverageError) as error:
         attached_and_read()
-    fixed = max(re.split(r"{\w+}", REFUSALS[key][0]), key=len)
-    assert fixed.strip() in str(error.value)
+    assert max(re.split(r"{\w+}", REFUSALS[key][0]), key=len).strip() in str(error.value)

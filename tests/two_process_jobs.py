@@ -159,8 +159,7 @@ def noise(wrap, per, folder, sizes=((6, 7), (4, 2))):
     single, model = net(), net()
     wrapped = wrap(model) or model
     x, y = pool(sum(map(sum, sizes))).tensors
-    starts = np.cumsum([0, *sizes[0], *sizes[1]])
-    parts = [slice(*pair) for pair in itertools.pairwise(starts)]
+    parts = [slice(*pair) for pair in itertools.pairwise(np.cumsum([0, *sizes[0], *sizes[1]]))]
     mine = [parts[dist.get_rank()], parts[2 + dist.get_rank()]]
     here = torchgradx.NoiseScale(per=per, decay=0.5)
     there = torchgradx.NoiseScale(per=per, decay=0.5, distributed=False)

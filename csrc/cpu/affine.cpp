@@ -19,14 +19,15 @@ void affine_pass(const AffineLayer<acc_t>& layer, const acc_t* scale, acc_t* wei
   const int64_t count = int64_t(parts.size());
   const bool shared_positions = parts[0].t1 - parts[0].t0 < layer.T && !layer.rows_are_samples;
   std::vector<double> squares(count * 2 * N, 0.0);
-  std::vector<acc_t> totals(weight ? count * 2 * C : 0, acc_t(0));
+  const int64_t of_part = N < kSummed ? 1 : 2;  // see end_part
+  std::vector<acc_t> totals(weight ? count * of_part * 2 * C : 0, acc_t(0));
   std::vector<acc_t> unfinished(shared_positions ? count * N * 2 * C : 0);
   acc_t* const of_weight = by_sample.defined() ? by_sample.mutable_data_ptr<acc_t>() : nullptr;
   acc_t* const of_bias = of_weight && by_sample.size(0) > 1 ? of_weight + N * C : nullptr;
   const auto results = [&](int64_t p) {
     return AffineResults<acc_t>{N,
                                 squares.data() + p * 2 * N,
-                                totals.empty() ? nullptr : totals.data() + p * 2 * C,
+                                totals.empty() ? nullptr : totals.data() + p * of_part * 2 * C,
                                 scale,
                                 shared_positions ? unfinished.data() + p * N * 2 * C : nullptr,
                                 of_weight,
@@ -41,13 +42,12 @@ void affine_pass(const AffineLayer<acc_t>& layer, const acc_t* scale, acc_t* wei
     }
   }
   if (weight) {
-    add_copies(totals.data(), totals.data() + 2 * C, 2 * C, count - 1);
+    add_copies(totals.data(), totals.data() + 2 * C, 2 * C, count * of_part - 1);
     std::copy(totals.begin(), totals.begin() + C, weight);
     if (bias) std::copy(totals.begin() + C, totals.begin() + 2 * C, bias);
   }
   const auto sums = sum_of_parts(std::move(squares), count, 2 * N);
-  acc_t* const out = sq_norms.mutable_data_ptr<acc_t>();
-  for (int64_t k = 0; k < sq_norms.numel(); ++k) out[k] = acc_t(sums[k]);
+  std::copy_n(sums.begin(), sq_norms.numel(), sq_norms.mutable_data_ptr<acc_t>());
 }
 
 // grad_input is to be made too.

@@ -275,11 +275,10 @@ INLINE int64_t gradient_span(const Lines<T>& b, const Gradient<T>& to, const Col
 
 template <class T, int L, int R, class S, Formula kFormula, bool kStatistics, bool kWeight, bool kSums>
 INLINE void gradient_rows(const Lines<T>& b, const Gradient<T>& to, const ColumnSums<T>& sums, int64_t r) {
-  int64_t c = gradient_span<T, L, R, S, kFormula, kStatistics, kWeight, kSums>(b, to, sums, r, 0, b.columns);
+  const int64_t c = gradient_span<T, L, R, S, kFormula, kStatistics, kWeight, kSums>(b, to, sums, r, 0, b.columns);
   if (c == b.columns) return;
-  if (!kSums && b.columns >= L) c = b.columns - L;  // once more a few of the last vector's, with the same result
-  if (!kSums && b.columns >= L)
-    gradient_span<T, L, R, S, kFormula, kStatistics, kWeight, kSums>(b, to, sums, r, c, b.columns);
+  if (!kSums && b.columns >= L)  // once more a few of the last vector's, with the same result
+    gradient_span<T, L, R, S, kFormula, kStatistics, kWeight, kSums>(b, to, sums, r, b.columns - L, b.columns);
   else
     gradient_span<T, 1, R, S, kFormula, kStatistics, kWeight, kSums>(b, to, sums, r, c, b.columns);
 }

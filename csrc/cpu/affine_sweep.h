@@ -79,6 +79,13 @@ void finish_sample(int64_t n, int64_t first, int64_t count, int64_t C, const acc
   if (results.of_bias) std::copy(sums, sums + count, results.of_bias + n * C + first);
 }
 
+// Adds sums [2 * columns] to the whole, which follows them, after every kSummed of their terms.
+template <class acc_t>
+void end_part(acc_t* sums, int64_t columns, int64_t first, int64_t count) {
+  if (first / kSummed == (first + count) / kSummed) return;
+  for (int64_t k = 0; k < 2 * columns; ++k) sums[2 * columns + k] += sums[k], sums[k] = 0;
+}
+
 template <class acc_t>
 class AffineSweep {
  public:
@@ -91,8 +98,8 @@ class AffineSweep {
         kernels_((layer.packs() ? kernels<acc_t>().native : kernels<acc_t>().of(layer.dtype)).lines),
         narrows_(layer.packs() && c10::elementSize(layer.dtype) != sizeof(acc_t)),
         itemsize_(layer.packs() ? sizeof(acc_t) : c10::elementSize(layer.dtype)) {
-    acc_t* const scratch = scratch_.columns.get(6 * columns_);
-    acc_t** const each[] = {&sums_, &products_, &mean_, &rstd_, &shift_, &slope_};
+    acc_t* const scratch = scratch_.columns.get(8 * columns_);
+    acc_t** const each[] = {&mean_, &rstd_, &shift_, &slope_, &sums_, &products_};
     for (int64_t k = 0; k < 6; ++k) *each[k] = scratch + k * columns_;
   }
 
@@ -104,6 +111,7 @@ class AffineSweep {
         samples_by_rows();
       else
         sample_by_rows(n);
+      if (results_.totals) end_part(results_.totals, layer_.C(), n, 1);
     }
   }
 
@@ -118,15 +126,18 @@ class AffineSweep {
   // ---- lines of features ----
 
   void sample_by_rows(int64_t n) {
-    std::fill(sums_, sums_ + 2 * columns_, acc_t(0));  // products_ too
+    const int64_t used = (layer_.T < kSummed ? 2 : 4) * columns_;  // products_ too, and the whole of both
+    std::fill(sums_, sums_ + used, acc_t(0));
     const bool by_row = layer_.feature == Feature::kByRow;
     if (layer_.feature == Feature::kByColumn) spread_statistics(n, part_.g0, part_.g1);
     each_rows(n, [&](const Lines<acc_t>& lines, int64_t t) {
+      end_part(sums_, columns_, t, lines.rows);
       if (layer_.out && by_row) return layer_norm(lines, n, t, {sums_, products_, ones_}, nullptr, nullptr);
       // The gradient first: it walks row by row, which is how memory is read fastest.
       if (layer_.out && layer_.frozen) gradient(lines, n, part_.g0, t, 0, layer_.out_strides.x, true);
       kernels_.columns[int(layer_.feature)](lines, sums_, products_);
     });
+    for (int64_t k = 2 * columns_; k < used; ++k) sums_[k - 2 * columns_] += sums_[k];
     finish(n);
     if (!layer_.out || layer_.frozen || by_row) return;
     for (int64_t g = part_.g0; g < part_.g1; ++g) group_coefficients(g);
@@ -142,6 +153,7 @@ class AffineSweep {
       std::fill(squares, squares + 2 * row_count_, acc_t(0));
       if (layer_.out) {
         acc_t* const totals = results_.totals;
+        end_part(totals, columns_, t, lines.rows);
         layer_norm(lines, 0, t, {totals + columns_, totals, results_.scale ? results_.scale + t : ones_}, squares,
                    squares + row_count_);
       } else {

@@ -74,25 +74,22 @@ double flop_of(const Layer& layer) {
   return 2.0 * double(layer.N) * double(layer.height * layer.width) * double(layer.rows) * double(layer.patch());
 }
 
-inline std::vector<double> sum_of_parts(std::vector<double> partial, int64_t parts, int64_t N) {
-  if (parts == 1) return partial;
-  std::vector<double> sums(N, 0.0);
-  for (int64_t part = 0; part < parts; ++part)
-    for (int64_t n = 0; n < N; ++n) sums[n] += partial[part * N + n];
-  return sums;
-}
-
-template <class acc_t>
-void write_row(const Tensor& sq_norms, int64_t row, const std::vector<double>& sums) {
-  acc_t* out = sq_norms.mutable_data_ptr<acc_t>() + row * sq_norms.size(1);
-  for (size_t n = 0; n < sums.size(); ++n) out[n] = acc_t(sums[n]);
-}
-
 // weight [size] += each of copies [count, size], in order
 template <class acc_t>
 void add_copies(acc_t* weight, const acc_t* copies, int64_t size, int64_t count) {
   for (int64_t copy = 0; copy < count; ++copy)
     for (int64_t k = 0; k < size; ++k) weight[k] += copies[copy * size + k];
+}
+
+inline std::vector<double> sum_of_parts(std::vector<double> partial, int64_t parts, int64_t N) {
+  add_copies(partial.data(), partial.data() + N, N, parts - 1);
+  partial.resize(N);
+  return partial;
+}
+
+template <class acc_t>
+void write_row(const Tensor& sq_norms, int64_t row, const std::vector<double>& sums) {
+  std::copy(sums.begin(), sums.end(), sq_norms.mutable_data_ptr<acc_t>() + row * sq_norms.size(1));
 }
 
 // Sums of the parts of a grid, apart until the end; each where its tensor is defined: grad_weight [O, ...] in

@@ -55,7 +55,7 @@ class Affine : public Elementwise {
   virtual std::optional<std::pair<Tensor, bool>> by_sample(const Tensor& t, int64_t n, Layout layout) const = 0;
   virtual Tensor restored(const Tensor& t, at::IntArrayRef shape) const = 0;  // the inverse, where they had not
   // As ops.h wants them for a [N, T, G, K]; mean undefined where nothing is subtracted.
-  virtual std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t n) const = 0;
+  virtual std::tuple<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t n) const = 0;
   virtual bool frozen() const {
     return false;
   }
@@ -113,7 +113,7 @@ class LastDimensions final : public Affine {
   Tensor restored(const Tensor& t, at::IntArrayRef shape) const override {
     return viewed(t, shape);
   }
-  std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t) const override {
+  std::tuple<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t) const override {
     const bool kept = saved.rstd.defined() && saved.rstd.scalar_type() == accumulator_of(a);
     const bool in_order = kept && a.is_contiguous() && saved.input.is_contiguous() && a.is_alias_of(saved.input);
     const auto by_row = [&](const Tensor& t) { return viewed(t, {a.size(0), a.size(1), 1}); };
@@ -164,12 +164,11 @@ class Channels : public Affine {
     for (size_t d = shape.size(); d-- > 2;) strides[d] = along, along *= std::max<int64_t>(shape[d], 1);
     return viewed(t, shape, strides);
   }
-  std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t n) const override {
+  std::tuple<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t n) const override {
     const bool kept = saved.rstd.defined() && saved.rstd.scalar_type() == accumulator_of(a) && a.size(0) == n;
     const auto by_group = [&](const Tensor& t) { return viewed(t, {a.size(0), 1, a.size(2)}); };
     if (kept) return {by_group(saved.mean), by_group(saved.rstd)};
-    auto [mean, rstd] = moments(a, eps_, /*centred=*/true, /*over_positions=*/true);
-    return {mean, rstd};
+    return moments(a, eps_, /*centred=*/true, /*over_positions=*/true);
   }
   int64_t groups(const Tensor& input) const {
     return groups_ ? groups_ : input.size(1);
@@ -224,7 +223,7 @@ class BatchNorm final : public Channels {
   }
 
  protected:
-  std::pair<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t) const override {
+  std::tuple<Tensor, Tensor> statistics(const Saved& saved, const Tensor& a, int64_t) const override {
     const auto wide = accumulator_of(a);
     return {saved.mean.to(wide).view({1, 1, -1}), saved.rstd.to(wide).add(eps_).rsqrt().view({1, 1, -1})};
   }

@@ -49,8 +49,7 @@ class PReLU final : public Elementwise {
   }
   std::pair<Gradients, Tensor> fused(const Operands& o, const Tensor& weight, const Wanted&) const override {
     auto [input, grad_weight, sq] = prelu_fused(o.activations, o.grad_output, weight, std::nullopt);
-    const Tensor front = single_ ? input : input.squeeze(3).transpose(1, 2);
-    return {{front.reshape(o.shape), grad_weight, {}}, sq};
+    return {{(single_ ? input : input.squeeze(3).transpose(1, 2)).reshape(o.shape), grad_weight, {}}, sq};
   }
 
   Gradients scaled(const Operands& o, const Tensor& weight, const Tensor& scale, const Wanted&) const override {

@@ -29,8 +29,7 @@ inline bool has_tangent(const Tensor& t) {
 inline Tensor end_of(const Tensor& t) {
   if (!t.is_view()) return t;
   const Tensor base(t._base());
-  const bool whole = base.grad_fn() && base.numel() == t.numel() && base.is_contiguous() && t.is_contiguous();
-  return whole ? base : t;
+  return base.grad_fn() && base.numel() == t.numel() && base.is_contiguous() && t.is_contiguous() ? base : t;
 }
 
 struct SavingNode : Node {  // Python sees nothing of what it saved

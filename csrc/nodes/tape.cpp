@@ -91,8 +91,7 @@ Tensor Use::by_sample(const Tensor& t, int64_t images) const {
 void Use::serve(const Operands& operands, const Saved& saved, const Tensor& weight, const Tensor& grad_output,
                 const Tensor& gradients) {
   const auto direction = [&](int64_t parameter) {
-    const bool given = !pass->directions.empty() && pass->directions[parameter];
-    return given ? *pass->directions[parameter] : Tensor();
+    return !pass->directions.empty() && pass->directions[parameter] ? *pass->directions[parameter] : Tensor();
   };
   const auto add = [&](const Tensor& dots) { pass->add_dots(by_sample(dots, operands.images)); };
   if (const Tensor v = wants_weight ? direction(site->weight) : Tensor(); v.defined())
