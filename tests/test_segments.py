@@ -189,8 +189,7 @@ def test_positions_that_meet_are_refused(function, a, ids, why):
 
 
 def test_what_sample_ids_returns():
-    model = deep_set()
-    x, b = torch.randn(5, D), torch.tensor([0, 0, 1, 1, 1])
+    model, x, b = deep_set(), torch.randn(5, D), torch.tensor([0, 0, 1, 1, 1])
     with pytest.raises(TypeError, match="sample_ids must be a callable"):
         torchgradx.attach(model, sample_ids=b)
     with pytest.raises(ValueError, match="sample_ids says where all samples are"):

@@ -271,12 +271,10 @@ class SegmentExaminer:
         return Owned(rows, hash(("as given", sequence_first)))
 
     def _is_shown(self, forward: Forward, own: Any, use: Any, owned: Owned | None) -> bool:
-        """Return True if indices alone show the owners of a use's rows, without sample_ids. own:
-        see own_rows()."""
+        """Return True if indices alone show the owners of a use's rows. own: from own_rows()."""
         site, _, node, number = use
-        if owned is None or (site, node) in forward.trace.ends or self._layers[site].inside:
-            return False
-        return bool(own.get((node, number), True))  # True: they are the inputs' rows
+        is_part = (site, node) in forward.trace.ends or self._layers[site].inside
+        return bool(owned and not is_part and own.get((node, number), True))  # else the inputs'
 
     def _keys(self, forward: Forward, graph: _Owners, owned: Sequence[Owned | None]) -> list[Any]:
         """Return the cache key of the verdict on each use; None for one without owners."""
