@@ -213,8 +213,8 @@ def _scale_of(inputs: Any, options: Mapping[str, Any]) -> Tensor:
     scale = options.get("loss_scale", 1.0)
     if callable(scale):
         scale = scale(*arguments_of(inputs)) if takes_call(scale) else scale()
-    scale = scale.get_scale() if isinstance(scale, torch.amp.GradScaler) else scale
-    return torch.as_tensor(scale)
+    is_scaler = isinstance(scale, torch.amp.GradScaler)
+    return torch.as_tensor(scale.get_scale() if is_scaler else scale)
 
 
 def _rows_of_one(g: Tensor, ids: Tensor, sample: int, n: int) -> Tensor:

@@ -19,6 +19,15 @@ int64_t rounded(int64_t size) {
   return (size + step - 1) / step * step;
 }
 
+// [1 + bias, N] of a layer that cannot join a sample's images: by the gradients of each.
+Tensor sq_norms_of_images(const Layer& layer, const Operands& operands, bool bias) {
+  const auto sq = [&](const Tensor& t) {
+    return widened(t).unflatten(0, {-1, operands.images}).sum(1).flatten(1).square().sum(1);
+  };
+  const Tensor of_weight = sq(*layer.weight_gradients(operands));
+  return bias ? at::stack({of_weight, sq(widened(layer.bias_rows(operands)).sum(1))}) : of_weight.unsqueeze(0);
+}
+
 }  // namespace
 
 Segments::Segments(const Tensor& owners, const std::optional<Tensor>& order, const Tensor& samples,
@@ -51,7 +60,7 @@ Tensor Segments::by_sample(const Tensor& flat, int64_t n) const {
   sizes[0] = n + 1;
   const Tensor wide = widened(flat);
   Tensor sums = at::zeros(sizes, wide.options());  // a GPU's index_add_ has another order in each run
-  wide.is_cuda() ? sums.index_put_({owners}, wide, /*accumulate=*/true) : sums.index_add_(0, owners, wide);
+  sums = wide.is_cuda() ? sums.index_put_({owners}, wide, /*accumulate=*/true) : sums.index_add_(0, owners, wide);
   return sums.narrow(0, 0, n);
 }
 
@@ -97,15 +106,6 @@ std::optional<Operands> by_row(const Layer& layer, const Segments& segments, con
 
 Algorithm Use::plan_of_run(int64_t count, int64_t length, const Tensor& operand) const {
   return site->plan(rounded(count), rounded(length), operand);
-}
-
-// [1 + bias, N] of a layer that cannot join a sample's images: by the gradients of each.
-static Tensor sq_norms_of_images(const Layer& layer, const Operands& operands, bool bias) {
-  const auto sq = [&](const Tensor& t) {
-    return widened(t).unflatten(0, {-1, operands.images}).sum(1).flatten(1).square().sum(1);
-  };
-  const Tensor of_weight = sq(*layer.weight_gradients(operands));
-  return bias ? at::stack({of_weight, sq(widened(layer.bias_rows(operands)).sum(1))}) : of_weight.unsqueeze(0);
 }
 
 // Norms of all runs; `gradients`: and the weight gradients, their sum.

@@ -95,7 +95,8 @@ def selected_by(
     if hasattr(node, "_raw_saved_mask"):  # [*rows, features]
         mask = saved_value(node, "mask")
         found = None if mask is None else select_by_indices((mask[..., 0],), shape)
-        return 0, found and found._replace(flags=((mask != mask[..., :1]).any(),))
+        flags = ((mask != mask[..., :1]).any(),) if found and mask.stride(-1) else ()
+        return 0, found and found._replace(flags=flags)
     dim = saved_dim(node, shape)
     return dim, select_along(dim, saved_value(node, "index"), shape, grid)
 

@@ -86,24 +86,24 @@ def place_among(segments: list[Any], owners: Tensor, n: int) -> int:
 
 def owners_below(
     outputs: Iterable[Tensor], heads: dict[Edge, Owned], n: int, grid: Sizes
-) -> tuple[dict[Edge, Owned], set[str], list[Tensor]]:
+) -> tuple[dict[Edge, Owned], set[str], Tensor | None]:
     """Return the owners by edge, the names of the graph's nodes, and the first attention mask.
     heads: the owners of the outputs. grid: the sizes of the rows of the model's inputs."""
     walk = _Walk(n, tuple(grid), {})
     walk.found.update(heads)
     names: set[str] = set()
-    masks: list[Tensor] = []
+    first_mask: Tensor | None = None
     for node in nodes_in_order(outputs):
         name = node.name()
         if name.startswith("ScaledDotProduct"):
             saved = (saved_value(node, key) for key in ("attn_mask", "attn_bias"))
             mask = next((mask for mask in saved if mask is not None), None)
             name = f"{name} {mask is not None}"
-            masks = masks or ([] if mask is None else [mask])
+            first_mask = mask if first_mask is None else first_mask
         names.add(name)
         if not is_leaf(node):
             walk.descend(node)
-    return walk.found, names, masks
+    return walk.found, names, first_mask
 
 
 def owners_within(
@@ -123,20 +123,33 @@ def own_rows(found: dict[Edge, Owned], n: int) -> dict[Edge, bool]:
     """Return for each edge True if its rows were taken from rows n*T+t of their own samples: else
     they may be of one sample's data for another's loss. Rows of data, below which the graph ends,
     must be in the order of the samples, each with some: as images of unequal sizes are."""
-    flags = list({id(flag): flag for owned in found.values() for flag in owned.flags}.values())
-    mixed = dict(zip(map(id, flags), read_flags(flags), strict=True))
-    orders: dict[int, int] = {}  # by the id of the owners, which many edges share
+    mixed = set_flags(found.values())
+    owners = {id(owned.owners): owned.owners for owned in found.values()}  # many edges share them
+    answers = read_flags([_order_of(rows, n) for rows in owners.values()])
+    each = zip(owners, answers[::2], answers[1::2], strict=True)
+    orders = {key: OWN if own else 0 if ordered else UNORDERED for key, own, ordered in each}
     bits: dict[Edge, int] = {}
     for edge, owned in reversed(found.items()):  # operands first
-        if (key := id(owned.owners)) not in orders:
-            rows, samples = owned.owners.cpu(), torch.arange(n)
-            is_own = torch.equal(rows, samples.repeat_interleave(max(1, len(rows) // n)))
-            in_order = torch.equal(rows.unique_consecutive(), samples)
-            orders[key] = OWN if is_own else 0 if in_order else UNORDERED
-        below = [bits[e] for e in edge[0].next_functions if e in bits and orders[key] != OWN]
-        bits[edge] = reduce(or_, below, 0) if below else orders[key]
-        bits[edge] |= MIXED * any(mixed[id(flag)] for flag in owned.flags)
+        order = orders[id(owned.owners)]
+        below = [bits[e] for e in edge[0].next_functions if e in bits and order != OWN]
+        bits[edge] = reduce(or_, below, 0) if below else order
+        bits[edge] |= MIXED * any(id(flag) in mixed for flag in owned.flags)
     return {e: not b & MIXED and bool(b & OWN or not b & UNORDERED) for e, b in bits.items()}
+
+
+def _order_of(rows: Tensor, n: int) -> Tensor:
+    """Return bool [2]: True for rows n*T+t; for rows in the order of the samples, each with any."""
+    samples, each = torch.arange(n, device=rows.device), len(rows) // n
+    is_own = (rows[: n * each] == samples.repeat_interleave(each)).all() & (len(rows) == n * each)
+    is_stepwise = (rows.diff() // 2 == 0).all()  # by 0 or 1
+    in_order = (rows[:1] == 0).all() & (rows[-1:] == n - 1).all() & is_stepwise
+    return torch.stack([is_own, in_order])
+
+
+def set_flags(owned: Iterable[Owned | None]) -> set[int]:
+    """Return the ids of the flags that are True, with one read for all."""
+    flags = list({id(flag): flag for one in owned if one for flag in one.flags}.values())
+    return {id(flag) for flag, on in zip(flags, read_flags(flags), strict=True) if on}
 
 
 def owners_by(owned: Owned, shape: Sizes, rows: Sizes) -> Tensor | None:

@@ -86,8 +86,8 @@ def of_function(function: Any) -> str:
     if isinstance(function, nn.Module):
         return f"{type(function).__qualname__} {of_model(function)}"
     if isinstance(function, functools.partial):
-        given = function.args, [*function.keywords.items()]
-        return f"{of_function(function.func)} {of_values(given)}"
+        given = of_values(function.args, [*function.keywords.items()])
+        return f"{of_function(function.func)} {given}"
     owner = function.__self__ if inspect.ismethod(function) else function
     plain = {k: v for k, v in getattr(owner, "__dict__", {}).items() if isinstance(v, VALUE_KINDS)}
     named: Any = function if hasattr(function, "__qualname__") else type(function)

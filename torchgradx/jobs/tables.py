@@ -32,10 +32,9 @@ def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "no
         ImportError: .parquet without pyarrow.
     """
     path = checked_path(path)
-    named = scores if isinstance(scores, Mapping) else {name: scores}
-    columns = {
-        k: np.asarray(v.detach().cpu() if isinstance(v, Tensor) else v) for k, v in named.items()
-    }
+    held = scores if isinstance(scores, Mapping) else {name: scores}
+    arrays = (v.detach().cpu() if isinstance(v, Tensor) else v for v in held.values())
+    columns = dict(zip(held, map(np.asarray, arrays), strict=True))
     lengths = {len(column) for column in columns.values()}
     if len(lengths) > 1:
         raise ValueError(f"scores must be of one length; got {sorted(lengths)}")

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched, read_flags
-from ..graph.owners import MAPPING, Owned, own_rows, owners_below, owners_by, place_among
+from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
+from ..graph.owners import MAPPING, Owned, own_rows, owners_below, owners_by, place_among, set_flags
 from ..refusals import cause, key_of
 from ..sites.site import ProbeParts
 from .audit import Audit
@@ -28,7 +28,6 @@ from .verdict import Verdict
 
 ROUTED = ("mixes", "not_found", "unproven")  # refusals that owners may make unnecessary
 FAINT = -1e4  # an additive attention mask excludes a pair with a number below this
-NO_VERDICT = Verdict([], [])
 Refusals = list[tuple[int, str]]  # (site, cause)
 
 
@@ -44,14 +43,19 @@ class Inputs:
     def of(ids: Tensor | None, n: int) -> Inputs:
         """ids: the user's, negative for padding. None: one row for each sample."""
         ids = torch.arange(n) if ids is None else ids
-        owners = ids.flatten()
-        return Inputs(torch.where(owners < 0, n, owners), list(ids.shape), n)
+        return Inputs(torch.where(ids < 0, n, ids).flatten(), list(ids.shape), n)
 
-    def are_joined_by(self, masks: Sequence[Tensor]) -> bool:
-        """Return True if a mask lets rows [B, T] attend to those of another sample."""
-        masks = masks if len(self.grid) == 2 else ()
-        joins = (mask_joins(mask, self.owners.view(self.grid), self.n) for mask in masks)
-        return any(read_flags([joined for joined in joins if joined is not None]))
+    def are_joined_by(self, mask: Tensor | None) -> bool:
+        """Return True if an attention mask lets rows [B, T] see those of another sample."""
+        if mask is None or len(self.grid) < 2 or mask.shape[-2:] != (self.grid[1],) * 2:
+            return False
+        if mask.dim() > 2 and mask.shape[0] not in (1, self.grid[0]):
+            return False
+        allowed = mask if mask.dtype is torch.bool else mask > FAINT
+        allowed = allowed.view(*[1] * (4 - mask.dim()), *mask.shape)
+        owners = self.owners.view(self.grid).to(mask.device)
+        query, key = owners[:, None, :, None], owners[:, None, None, :]
+        return bool((allowed & (query != key) & (query != self.n)).any())
 
     @cached_property
     def has_shared_lines(self) -> bool:
@@ -63,20 +67,6 @@ class Inputs:
     @cached_property
     def has_padding(self) -> bool:
         return bool((self.owners == self.n).any())
-
-
-def mask_joins(mask: Tensor, owners: Tensor, n: int) -> Tensor | None:
-    """Return a bool []: True if an attention mask lets a row see one of another sample.
-    owners: [B, T]. None: the mask has no pairs of these rows."""
-    if mask.dim() < 2 or mask.shape[-2:] != (owners.shape[1],) * 2:
-        return None
-    if mask.dim() > 2 and mask.shape[0] not in (1, len(owners)):
-        return None
-    allowed = mask if mask.dtype is torch.bool else mask > FAINT
-    allowed = allowed.view(*[1] * (4 - mask.dim()), *mask.shape)
-    owners = owners.to(mask.device)
-    query, key = owners[:, None, :, None], owners[:, None, None, :]
-    return (allowed & (query != key) & (query != n)).any()
 
 
 class _Owners(NamedTuple):
@@ -199,7 +189,6 @@ class SegmentExaminer:
 
     def _examine(self, forward: Forward, ids: Tensor | None) -> tuple[Refusals, list[int]]:
         run, n, uses = forward.run, forward.n, forward.uses
-        refusals: Refusals = []
         inputs = Inputs.of(ids, n)
         taken = forward.taken_outputs if ids is None else [None] * len(forward.outputs)
         both = [(t, one) for t, one in zip(forward.outputs, taken, strict=True)
@@ -210,9 +199,9 @@ class SegmentExaminer:
         if uses and not heads:
             return [(-1, "segments_outputs")], []
         ends = {(t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == n)) for t, rows in heads}
-        below, names, masks = owners_below((t for t, _ in both), ends, n, inputs.grid)
-        if inputs.are_joined_by(masks):
-            refusals.append((-1, cause("segments_mixed", shape=inputs.grid)))
+        below, names, mask = owners_below((t for t, _ in both), ends, n, inputs.grid)
+        joined = (-1, cause("segments_mixed", shape=inputs.grid))
+        refusals: Refusals = [joined] * inputs.are_joined_by(mask)
         graph = _Owners(inputs, below, names)
         owned = [self._owners_of(graph, use) for use in uses]
         if ids is None:
@@ -230,7 +219,7 @@ class SegmentExaminer:
         run.segments = segments
         if n > 1 and is_new and not self._audit.examiner.zero_weights(n):
             pending = {key for key, sure in zip(keys, proven, strict=True) if key and sure}
-            self._audit.cache_later(list(pending), None, NO_VERDICT, run)
+            self._audit.cache_later(list(pending), None, Verdict([], []), run)
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 
     def _owners_of_output(self, k: int, t: Tensor, inputs: Inputs) -> Tensor | None:
@@ -288,17 +277,9 @@ class SegmentExaminer:
         self, forward: Forward, owned: Sequence[Owned | None]
     ) -> tuple[list[Any], list[int | str]]:
         """Return the pass's segments, and for each use SEGMENTS + their place, or a cause."""
-        flags = list({id(flag): flag for one in owned if one for flag in one.flags}.values())
-        mixed = dict(zip(map(id, flags), read_flags(flags), strict=True))
+        mixed = set_flags(owned)
         segments = list(forward.run.segments)  # and those of earlier forwards of the same samples
-        places: dict[int, int] = {}
-
-        def place_of(owners: Tensor) -> int:
-            """Return the place of the segments with these owners; many layers have the same."""
-            if id(owners) not in places:
-                places[id(owners)] = place_among(segments, owners, forward.n)
-            return SEGMENTS + places[id(owners)]
-
+        places: dict[int, int] = {}  # by the id of the owners, which many layers share
         layouts: list[int | str] = []
         for (site, sizes, node, number), one in zip(forward.uses, owned, strict=True):
             layer, shape = self._layers[site], list(Watched(node, number, sizes).shape)
@@ -306,11 +287,13 @@ class SegmentExaminer:
                 layouts.append(cause("segments_kind", kind=layer.type_name))
             elif one is None and node is not None and node not in forward.graph.parents:
                 layouts.append(NOWHERE)  # it comes to no output
-            elif one is None or any(mixed[id(flag)] for flag in one.flags):
+            elif one is None or any(id(flag) in mixed for flag in one.flags):
                 why = "kind" if layer.kernel_size else "unknown" if one is None else "mixed"
                 layouts.append(cause(f"segments_{why}", kind=layer.type_name, shape=shape))
             else:
-                layouts.append(place_of(one.owners))
+                if (key := id(one.owners)) not in places:
+                    places[key] = place_among(segments, one.owners, forward.n)
+                layouts.append(SEGMENTS + places[key])
         return segments, layouts
 
     def _prove(
@@ -337,8 +320,9 @@ class SegmentExaminer:
             is_served = isinstance(layouts[k], int)
             if is_served and findings is None:
                 layouts[k] = "segments_unproven"
-            elif is_served and (isinstance(layout, str) or layout == NOWHERE):
-                mixed = cause("segments_mixed", shape=list(use.shape))
-                layouts[k] = NOWHERE if layout == NOWHERE else mixed
+            elif is_served and isinstance(layout, str):
+                layouts[k] = cause("segments_mixed", shape=list(use.shape))
+            elif is_served and layout == NOWHERE:
+                layouts[k] = NOWHERE
             proven.append(is_served and isinstance(layout, int) and layout != NOWHERE)
         return proven
