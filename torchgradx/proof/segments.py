@@ -288,8 +288,9 @@ class SegmentExaminer:
             elif one is None and node is not None and node not in forward.graph.parents:
                 layouts.append(NOWHERE)  # it comes to no output
             elif one is None or any(id(flag) in mixed for flag in one.flags):
-                why = "kind" if layer.kernel_size else "unknown" if one is None else "mixed"
-                layouts.append(cause(f"segments_{why}", kind=layer.type_name, shape=shape))
+                why = "segments_unknown" if one is None else "segments_mixed"
+                why = "segments_kind" if layer.kernel_size else why
+                layouts.append(cause(why, kind=layer.type_name, shape=shape))
             else:
                 if (key := id(one.owners)) not in places:
                     places[key] = place_among(segments, one.owners, forward.n)
