@@ -6,7 +6,7 @@ A case draws samples of given sizes, calls a model on all of them joined, and on
 from types import MappingProxyType
 
 import torch
-from attach_models import Model
+from attach_models import Model, rms_norm
 from torch import nn
 from torch.nn import functional as F
 
@@ -139,11 +139,13 @@ def gpt(tied=True, layers=2, width=12):
         h = m.wte(tokens) + m.wpe(positions)
         for block in m.blocks:
             h = block(h, None if joins == "causal" else mask[:, None])
-        return m.head(m.ln(h))
+        return m.head(m.ln(m.shift(h, positions[..., None])))
 
+    shift = Model(lambda m, x, at: x + m.weight * (at > 0) * x.roll(1, 1), weight=torch.ones(width))
     model = Model(forward, wte=nn.Embedding(WORDS, width), wpe=nn.Embedding(32, width),
                   blocks=nn.ModuleList(block(width) for _ in range(layers)),
-                  ln=nn.LayerNorm(width), head=nn.Linear(width, WORDS, bias=False))  # fmt: skip
+                  shift=shift, ln=rms_norm(width),
+                  head=nn.Linear(width, WORDS, bias=False))  # fmt: skip
     if tied:
         model.head.weight = model.wte.weight
     return model

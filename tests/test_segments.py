@@ -1,8 +1,10 @@
 """Rows that are not one per sample: sample_ids, held against a loop over single samples."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
-from attach_models import Model
+from attach_models import Model, rms_norm
 from attach_modes import a_few_modes
 from attach_oracle import close_named
 from attach_steps import refusal
@@ -113,18 +115,20 @@ def test_two_passes_and_no_row_of_a_sample():
     assert [bool(norm > 0) for norm in norms] == [True, False, True, True, False, True]
 
 
-def test_rows_of_very_unequal_samples_are_not_padded():
+def test_rows_of_very_unequal_samples_are_not_padded_nor_run_again_one_by_one():
     def most(func, args):
         return max((t.numel() for t in tree_leaves(args) if torch.is_tensor(t)), default=0)
 
     model = deep_set().to(DOUBLE)
+    model.n = rms_norm(8).to(DOUBLE)  # runs again
     with torchgradx.attach(model, sample_ids=ids_of) as probe:
         for _ in range(2):
             b, sizes = spread([1] * 30 + [4000]), Counter(most)
             loss = model(torch.randn(len(b), D, dtype=DOUBLE), ids=b, n=31).square().sum(1).mean()
-            with sizes:
+            with sizes, patch("torch.autograd.grad", side_effect=torch.autograd.grad) as grad:
                 loss.backward()
         assert 4000 < max(sizes.counts) <= 2 * len(b) * 8
+        assert grad.call_count == 1
         assert (probe.norms() > 0).all()
 
 

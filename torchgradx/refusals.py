@@ -250,7 +250,7 @@ def _read(table: str) -> Iterator[tuple[str, dict[str, Refusal]]]:
 SECTIONS = dict(_read(TABLE))
 REFUSALS = {key: one for section in SECTIONS.values() for key, one in section.items()}
 FIELD = "\x1f"  # between the key and the fields of a cause; as in csrc/operators/text.h
-OF_ONE = ("shape", "alone", "batched", "name", "places", "module")  # fields of one use alone
+OF_ONE = ("shape=", "alone=", "batched=", "name=", "places=", "module=")  # fields of one use alone
 ADVICE = {  # added to a remedy
     "reentrant": "A reentrant checkpoint keeps it from being seen: pass use_reentrant=False",
     "loss": "Or return the model's outputs beside its loss, which lets it be proven",
@@ -295,7 +295,8 @@ def refused(causes: Mapping[str, str]) -> CoverageError:
     """Return the error for {parameter: cause}, with each cause once."""
     covered: dict[str, list[str]] = {}
     for name, why in causes.items():
-        covered.setdefault(_of_all(why), []).append(name)
+        fields = [field for field in why.split(FIELD) if not field.startswith(OF_ONE)]
+        covered.setdefault(FIELD.join(fields), []).append(name)
     lines = [_line(names, causes) for names in covered.values()]
     count = f"{len(causes)} parameter{'s' * (len(causes) != 1)}"
     return CoverageError(f"no exact norms by sample for {count}:{''.join(lines)}", causes)
@@ -306,12 +307,6 @@ def refused_all(why: str, names: Iterable[str]) -> CoverageError:
     names = list(names)
     concerned = f". Concerned: {_some(names)}" if names else ""
     return CoverageError(sentence(why) + concerned, names)
-
-
-def _of_all(why: str) -> str:
-    """Return a cause without what differs from one parameter to the next."""
-    key, *fields = why.split(FIELD)
-    return FIELD.join([key, *(field for field in fields if not field.startswith(OF_ONE))])
 
 
 def _line(names: list[str], causes: Mapping[str, str]) -> str:

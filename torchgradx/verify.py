@@ -18,6 +18,7 @@ from .errors import CoverageError, VerificationError
 from .graph.arguments import one_sample, tensors_in
 from .options import takes_call
 from .scoring import Loss, arguments_of, backward_from, call, norms_alone
+from .sites.packed import as_rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -200,9 +201,11 @@ def _loop_by_rows(
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         seeds = torch.autograd.grad(loss_fn(output, targets), outputs, allow_unused=True)
     pairs = [(t, g) for t, g in zip(outputs, seeds, strict=True) if g is not None]
+    each = torch.arange(n, device=ids.device)  # of outputs with one row for each sample
+    owners = [as_rows(each if len(g) == n != ids.numel() else ids.flatten(), g) for _, g in pairs]
     weights = torch.where(scales == 0, 0.0, (n if loss_reduction == "mean" else 1) / scales.abs())
     for sample in range(n):
-        of_one = [g * _rows_of_one(g, ids, sample, n) for _, g in pairs]
+        of_one = [g.where(of == sample, 0) for (_, g), of in zip(pairs, owners, strict=True)]
         roots = [t for t, _ in pairs]
         found = torch.autograd.grad(roots, live, of_one, retain_graph=True, allow_unused=True)
         yield [None if g is None else g.double() * weights[sample] for g in found]
@@ -215,13 +218,6 @@ def _scale_of(inputs: Any, options: Mapping[str, Any]) -> Tensor:
         scale = scale(*arguments_of(inputs)) if takes_call(scale) else scale()
     is_scaler = isinstance(scale, torch.amp.GradScaler)
     return torch.as_tensor(scale.get_scale() if is_scaler else scale)
-
-
-def _rows_of_one(g: Tensor, ids: Tensor, sample: int, n: int) -> Tensor:
-    """1 where an output's rows are the sample's, else 0."""
-    rows = ids if g.shape[: ids.dim()] == ids.shape else ids.flatten()
-    rows = torch.arange(n, device=g.device) if len(g) == n != len(rows) else rows
-    return (rows == sample).view(*rows.shape, *[1] * (g.dim() - rows.dim())).to(g.dtype)
 
 
 def _computed_by(model: nn.Module) -> dict[int, Any]:

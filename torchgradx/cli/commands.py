@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as ended:  # --help, or a usage that argparse has explained
         return int(ended.code or 0)
     try:
-        return int(arguments.command(arguments))
+        return int(arguments.command(arguments) or 0)
     except UsageError as error:
         text, code = str(error), 2
     except CoverageError as error:
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchgradx", description=description, **look)
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
     info = commands.add_parser("info", help="the facts of this installation")
-    info.set_defaults(command=_info)
+    info.set_defaults(command=lambda _: print(table()))
     for name, text, run in (("score", SCORE, _score), ("verify", VERIFY, _verify)):
         command = commands.add_parser(name, help=text.partition("\n")[0], description=text, **look)
         command.set_defaults(command=run)
@@ -136,11 +136,6 @@ def _verify_options(command: argparse.ArgumentParser) -> None:
     add("--checkpoint", metavar="FILE", help="a state_dict to load")
     add("--samples", type=int, default=8, help="the first so many are compared")
     add("--rtol", type=float, help="the largest error allowed; unless given, by dtype")
-
-
-def _info(_: argparse.Namespace) -> int:
-    print(table())
-    return 0
 
 
 def _score(arguments: argparse.Namespace) -> int:

@@ -63,7 +63,9 @@ class StandIns:
         for module in self._modules:
             others = [other for other in _stand_ins_of(module) if other is not self]
             for other in others:
-                other._forget(self)
+                if self in other.formers:
+                    other.formers.remove(self)
+                    other._recorder.follow([one._recorder for one in other.formers])
             kind = self._class_of.pop(id(module), None)
             if kind is not None and kind in type(module).__mro__:
                 left = [one._class_of[id(module)] for one in others if id(module) in one._class_of]
@@ -73,11 +75,6 @@ class StandIns:
             else:
                 _by_module.pop(module, None)
         self._classes, self._modules = {}, []
-
-    def _forget(self, former: StandIns) -> None:
-        if former in self.formers:
-            self.formers.remove(former)
-            self._recorder.follow([one._recorder for one in self.formers])
 
 
 def _stand_ins_of(module: nn.Module) -> list[StandIns]:
