@@ -98,8 +98,6 @@ void bind_pass(py::module_& m) {
       .def("open", &Recorder::open)
       .def("merge", &Recorder::merge)
       .def("drop", &Recorder::drop)
-      .def("follow", &Recorder::follow)
-      .def("former", &Recorder::former)
       .def_property_readonly("held", &Recorder::held);
 
   py::class_<Segments, std::shared_ptr<Segments>>(m, "Segments")

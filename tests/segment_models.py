@@ -71,13 +71,19 @@ def attending(m, x, ids, n):
     return m.o(pooled(m.v(x) * weight[:, None], ids, n, "index_add"))
 
 
+def passing(m, x, src, dst, weight):
+    """Messages to neighbours, between parameters that no layer has."""
+    h = m.lin(x)
+    near = torch.zeros_like(h).index_add(0, dst, weight.to(h.dtype) * h[src])
+    return ((1 + m.eps) * h + near + m.bias).to(h.dtype)
+
+
 def convolve(m, x, edges, ids, n):
     src, dst = edges
     ones = x.new_ones(len(x) + len(dst))
     degree = ones[: len(x)].index_add(0, dst, ones[len(x) :])
     norm = (degree[src] * degree[dst]).rsqrt()
-    h = m.gcn(x)
-    h = torch.relu(h.index_add(0, dst, norm[:, None].to(h.dtype) * h.index_select(0, src)))
+    h = torch.relu(m.gcn(x, src, dst, norm[:, None]))
     zeros, wide = torch.zeros_like(h), dst[:, None].expand(-1, 8)
     h = h + zeros.index_add(0, dst, m.first(torch.cat([x[src], x[dst] - x[src]], 1)))
     mean = zeros.scatter_reduce(0, wide, h[src], "mean", include_self=False)
@@ -90,10 +96,11 @@ def convolve(m, x, edges, ids, n):
 
 def convolving():
     """GCN-, SAGE- and GIN-like layers, and one that looks at edges (EdgeConv)."""
-    sizes = {"gcn": (D, 8), "sage": (8, 8), "root": (8, 8), "edge": (16, 8), "first": (2 * D, 8)}
+    sizes = {"sage": (8, 8), "root": (8, 8), "edge": (16, 8), "first": (2 * D, 8)}
     layers = {name: nn.Linear(*size) for name, size in sizes.items()}
     gin = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    return Model(convolve, **layers, gin=gin, out=nn.Linear(8, CLASSES))
+    gcn = Model(passing, lin=nn.Linear(D, 8), eps=torch.rand(1), bias=torch.rand(8))
+    return Model(convolve, **layers, gcn=gcn, gin=gin, out=nn.Linear(8, CLASSES))
 
 
 def encoder():
@@ -139,12 +146,12 @@ def gpt(tied=True, layers=2, width=12):
         h = m.wte(tokens) + m.wpe(positions)
         for block in m.blocks:
             h = block(h, None if joins == "causal" else mask[:, None])
-        return m.head(m.ln(m.shift(h, positions[..., None])))
+        return m.head(m.ln(m.rolled(h)))
 
-    shift = Model(lambda m, x, at: x + m.weight * (at > 0) * x.roll(1, 1), weight=torch.ones(width))
+    rolled = Model(lambda m, x: x + (m.weight * x.roll(1, 1)).roll(-1, 1), weight=torch.ones(width))
     model = Model(forward, wte=nn.Embedding(WORDS, width), wpe=nn.Embedding(32, width),
                   blocks=nn.ModuleList(block(width) for _ in range(layers)),
-                  shift=shift, ln=rms_norm(width),
+                  rolled=rolled, ln=rms_norm(width),
                   head=nn.Linear(width, WORDS, bias=False))  # fmt: skip
     if tied:
         model.head.weight = model.wte.weight

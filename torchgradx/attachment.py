@@ -109,7 +109,7 @@ class Attachment:
             self._trace = Trace(self._options, call("_open_in_graph"))
             shared = (self._recorder, self._audit, self._parameters, self._options, self._trace)
             context = Context(*shared, self._standing)
-            self._standing.enter(self._recorder)
+            self._standing.enter()
             for index, layer in enumerate(self._layers):
                 site = site_of(modules[layer.name], layer, index, context)
                 self._sites.append(site)

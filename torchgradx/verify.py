@@ -16,9 +16,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from .errors import CoverageError, VerificationError
 from .graph.arguments import one_sample, tensors_in
+from .graph.sizes import as_rows
 from .options import takes_call
 from .scoring import Loss, arguments_of, backward_from, call, norms_alone
-from .sites.packed import as_rows
 
 
 @dataclass(frozen=True, repr=False)

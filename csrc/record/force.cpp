@@ -99,15 +99,9 @@ std::optional<std::shared_ptr<Pass>> Recorder::own(const Node& node) const {
 void Recorder::remember(const std::shared_ptr<Pass>& pass) const {
   const int64_t task = get_current_graph_task_id();
   std::shared_ptr<void> running;
-  const auto related = [&](const Recorder* other) {  // may serve the same modules
-    const auto is = [&](const auto& held) { return held.get() == other; };
-    const auto follows = [&](const auto& weak) { return weak.lock().get() == other; };
-    return other == this || std::any_of(formers_.begin(), formers_.end(), is) ||
-           std::any_of(followers_.begin(), followers_.end(), follows);
-  };
   const auto over = [&](const Asked& before) {
     if (before.task == task) running = before.running.lock();
-    return before.running.expired() || (before.task == task && related(before.recorder));
+    return before.running.expired() || (before.task == task && before.recorder == this);
   };
   asked.erase(std::remove_if(asked.begin(), asked.end(), over), asked.end());
   if (!running) {
@@ -119,41 +113,8 @@ void Recorder::remember(const std::shared_ptr<Pass>& pass) const {
 
 std::optional<std::shared_ptr<Pass>> Recorder::original(const Node& node) const {
   if (auto known = own(node)) return known;
-  for (const auto& former : formers_)  // a pass alone says it: of what came after them they recorded nothing
-    if (former->own(node).value_or(nullptr)) return nullptr;
-  for (const auto& weak : followers_)
-    if (const auto follower = weak.lock(); follower && follower->own(node)) return nullptr;
   if (before_.holds(node)) return nullptr;
   return std::nullopt;
-}
-
-void Recorder::follow(const std::vector<std::shared_ptr<Recorder>>& formers) {
-  formers_ = formers;
-  for (const auto& former : formers_) {
-    auto& those = former->followers_;
-    const auto over = [&](const auto& weak) { return weak.expired() || weak.lock().get() == this; };
-    those.erase(std::remove_if(those.begin(), those.end(), over), those.end());
-    those.push_back(weak_from_this());
-  }
-}
-
-int64_t Recorder::former() const {
-  if (formers_.empty() || get_current_graph_task_id() == -1) return -1;
-  if (const NodePtr node = torch::autograd::get_current_node()) {
-    const auto mine = own(*node);
-    bool known = mine.has_value();
-    if (mine.value_or(nullptr)) return -1;
-    for (size_t k = 0; k < formers_.size(); ++k) {  // what ran again for one of these went by us unrecorded
-      const auto theirs = formers_[k]->own(*node);
-      if (theirs.value_or(nullptr)) return static_cast<int64_t>(k);
-      known = known || theirs;
-    }
-    if (known) return -1;
-  }
-  if (current()) return -1;
-  for (size_t k = 0; k < formers_.size(); ++k)
-    if (formers_[k]->current()) return static_cast<int64_t>(k);
-  return -1;
 }
 
 std::shared_ptr<Pass> Recorder::current() const {

@@ -124,9 +124,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // The pass of this thread; in a recomputation, the one that it belongs to; outside of the model's forward, one
   // with called_directly set.
   std::shared_ptr<Pass> current() const;
-  // Probes before, removed with graphs in flight.
-  void follow(const std::vector<std::shared_ptr<Recorder>>& formers);
-  int64_t former() const;  // which of them what runs again on this thread is of; -1: none
 
   // The record: everything since it was last cleared. What a backward adds counts apart until it has ended, for one
   // that fails leaves nothing behind: torchgradx/record/backwards.py.
@@ -189,8 +186,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   std::atomic<int64_t> held_{0};
   const Stretch before_;             // there was a probe
   std::vector<Stretch> unrecorded_;  // by the latest forwards of the root that made nodes and no pass
-  std::vector<std::shared_ptr<Recorder>> formers_;
-  std::vector<std::weak_ptr<Recorder>> followers_;
   // The pass whose forward made a node; nullptr: one that was not recorded here; nothing: not known.
   std::optional<std::shared_ptr<Pass>> original(const Node& node) const;
   // The same of its own forwards, and within a backward that has asked for one of these.

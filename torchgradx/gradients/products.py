@@ -218,6 +218,14 @@ def ask_each(
     return [None if c[0] is None else torch.stack(list(map(to_dense, c))) for c in columns]
 
 
+def elementwise_product(node: Node, operand: int, g: Tensor) -> Tensor | None:
+    """Return the product of an elementwise node, before it is summed over dimensions that the
+    operand is broadcast to; None: of another node, or of complex numbers."""
+    if g.is_complex() or not is_elementwise(node):
+        return None
+    return (ELEMENTWISE.get(node.name()) or _normalisation)(node, operand, g)
+
+
 def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
     """Return the product of a frontier node for all samples at the cost of one call, or None.
     g: the gradient of its output, whose rows have this layout."""
@@ -225,7 +233,7 @@ def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gra
     if g.is_complex():  # saved tensors would have to be conjugated
         return None
     if is_elementwise(node):
-        product = (ELEMENTWISE.get(name) or _normalisation)(node, operand, g)
+        product = elementwise_product(node, operand, g)
     elif name == INDEX_PUT and operand == 1:
         product = _masked_product(node, g, shape_of(*edge))
     elif name == MV and operand == 1:
@@ -237,7 +245,7 @@ def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gra
     if product is None:
         return None
     pieces = split_samples(product, layout, n)
-    return _sum_broadcast(pieces.to(dtype_of(*edge)), shape_of(*edge))
+    return sum_broadcast(pieces.to(dtype_of(*edge)), shape_of(*edge))
 
 
 def _masked_product(node: Node, g: Tensor, shape: Sequence[int]) -> Tensor | None:
@@ -324,7 +332,7 @@ def closed_form_below(
     if is_passthrough(node):
         product = g.reshape(len(g), *shape)
     elif name in ELEMENTWISE and not g.is_complex():
-        product = _sum_broadcast(ELEMENTWISE[name](node, operand, g), shape)
+        product = sum_broadcast(ELEMENTWISE[name](node, operand, g), shape)
     elif name in POINTWISE and not g.is_complex() and shape == shape_of(node, 0):
         factor = ask(torch.ones_like(g[0]))[operand]
         product = None if factor is None else g * factor
@@ -375,7 +383,7 @@ def split_samples(g: Tensor, layout: int, n: int) -> Tensor:
     return g.unflatten(0, (-1, n)).movedim(1, 0)
 
 
-def _sum_broadcast(pieces: Tensor, shape: Sequence[int]) -> Tensor | None:
+def sum_broadcast(pieces: Tensor, shape: Sequence[int]) -> Tensor | None:
     """Sum [N, *] over the dimensions that an operand [*shape] is broadcast to: [N, *shape].
     None: `shape` does not broadcast to [*]."""
     lead = pieces.dim() - 1 - len(shape)

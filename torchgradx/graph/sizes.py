@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from torch import Tensor
+
 from .layout import BATCH, LAST, MINOR, SECOND, SEQUENCE, Watched, layout_from_sizes
 from .nodes import Graph, Node, Shape, shape_of
 
@@ -81,3 +83,15 @@ def _views(graph: Graph, node: Node, number: int) -> list[Shape]:
         found += [(parent, 0) for parent, consumed in graph.parents.get(view, ())
                   if consumed == output and parent.name() in RESHAPES]  # fmt: skip
     return [shape_of(view, 0) for view, _ in found[1:]]
+
+
+def row_dims(t: Tensor, rows: int) -> int:
+    """Return how many leading dimensions of a tensor have so many rows together; 0: none do."""
+    return next((k for k in range(1, t.dim() + 1) if t.shape[:k].numel() == rows), 0)
+
+
+def as_rows(samples: Tensor, t: Tensor) -> Tensor:
+    """Return samples [rows] in a shape that broadcasts to `t`; -1 if `t` has no such rows."""
+    dims = row_dims(t, len(samples))
+    rows = samples.view(t.shape[:dims]) if dims else samples.new_full((), -1)
+    return rows.view(*rows.shape, *[1] * (t.dim() - rows.dim()))

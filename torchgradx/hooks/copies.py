@@ -10,7 +10,6 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
-from functools import wraps
 from types import FunctionType
 from typing import Any
 
@@ -144,7 +143,6 @@ def make_subclass(
     forward_of: Callable[..., Any],
     sites: dict[int, Any],
     on_change: Callable[[str], None] | None = None,
-    former_class_of: Callable[[nn.Module], type | None] | None = None,
 ) -> type[nn.Module]:
     """Return a subclass of `stock` whose forward is forward_of(stock, sites). It looks up the
     module's site by id; without one (a stand-in, a copy of the module's dict) the stock forward
@@ -152,7 +150,7 @@ def make_subclass(
     module would cost more than a small layer does. Copies of the modules have the stock class.
 
     on_change: called when an option of a module with a site is set to another value; the site knows
-    the old one and is deleted. former_class_of: the class whose forward runs instead; None: ours.
+    the old one and is deleted.
     """
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -168,9 +166,8 @@ def make_subclass(
             on_change(f"{stock.__name__}.{name}")
         stock.__setattr__(self, name, value)
 
-    forward = forward_of(stock, sites)
     body = {
-        "forward": _prefer_former(forward, former_class_of) if former_class_of else forward,
+        "forward": forward_of(stock, sites),
         "__setattr__": set_attribute,
         "__reduce_ex__": reduce,
         "__module__": stock.__module__,
@@ -180,17 +177,6 @@ def make_subclass(
     kind = type(stock.__name__, (stock,), body)
     _stock_classes[kind] = stock
     return kind
-
-
-def _prefer_former(ours: Callable[..., Any], former_class_of: Any) -> Callable[..., Any]:
-    """Return a forward that runs the former class's, if there is one, else ours."""
-
-    @wraps(ours)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = None if torch.compiler.is_dynamo_compiling() else former_class_of(self)
-        return (ours if kind is None else kind.forward)(self, *args, **kwargs)
-
-    return forward
 
 
 def stock_of(kind: type[nn.Module]) -> type[nn.Module]:

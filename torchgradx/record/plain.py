@@ -110,9 +110,6 @@ class Recorder:
     def audited(self, task: int) -> bool:
         return task in self._audited
 
-    def follow(self, formers: Sequence[Recorder]) -> None:
-        """Do nothing: removed recorders have left at once."""
-
     def hold(self) -> None:
         """Do nothing: nothing is saved through hooks here."""
 

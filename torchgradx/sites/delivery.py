@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..extension import NATIVE, Pass
 from ..gradients.by_sample import Gradients, along, deliver, size, sq_norms, total
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
+from ..graph.sizes import row_dims
 from ..graph.unpacking import restore_leaf, save_leaf, saves_through_hooks
 from ..hooks.copies import untraced
 from ..hooks.engine import at_the_end
@@ -30,7 +31,6 @@ from ..sharding import is_sharded
 from .experts import ExpertUse
 from .fallback import CLOSED_FORMS, Call, ClipCall, bias_term_size, per_sample_gradients
 from .native import Context
-from .packed import row_dims
 from .regime import Outcome, Regime
 from .several import without_inner_grads
 from .stand_in import stand_in

@@ -1,9 +1,9 @@
 """Gradients by sample of a module without a kernel: by vmap, by a replay, or in closed form.
 
 vmap and the replay run the module's forward again on its inputs, and pull back its outputs'
-gradients. vmap maps one sample's gradient over the batch, or one row's over rows with owners. Where
-it has no rule (recurrent layers, custom Functions, dropout), or rows meet, the whole batch is
-replayed once with its random state, and one vector-Jacobian product is taken for each sample.
+gradients. vmap maps one sample's gradient over the batch. Where it has no rule (recurrent layers,
+custom Functions, dropout), the whole batch is replayed once with its random state, and one
+vector-Jacobian product is taken for each sample, or two for all (gradients/owned.py).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ..gradients.by_sample import GRADIENT_ELEMENTS, Gradients, weighted
 from ..gradients.outer import LookedUp, Outer
+from ..gradients.owned import gradients_by_owner
 from ..graph.arguments import tensors_in
 from ..graph.layout import BATCH, SEGMENTS, SEQUENCE
 from ..graph.nodes import nodes_below
+from ..graph.sizes import as_rows
 from ..kept import Versions
-from ..reference.chunks import accumulation_dtype, add_rows, chunks
+from ..reference.chunks import accumulation_dtype, chunks
 from ..refusals import RefusedError, cause
-from .packed import as_rows, row_dims
 from .regime import OtherOutputsError, Outcome, Regime, require_same
 from .stand_in import copy_state, stand_in, swap_tensors
 
@@ -80,16 +81,18 @@ class _Forward(nn.Module):
 
 def per_sample_gradients(call: Call, unrecorded: Unrecorded, notes: dict[str, Any]) -> Chunks:
     """Yield gradients by vmap, else by a replay. notes: get "vmap" or "replay"."""
-    done, run = 0, _run_vmap if call.samples is None else _run_by_row
+    done = 0
     try:
+        if call.samples is not None:
+            raise ValueError("rows that have owners have no dimension of samples")
         with unrecorded(), call.regime.again():
-            for chunk, gradients in run(copy_to_run(call)):
+            for chunk, gradients in _run_vmap(copy_to_run(call)):
                 notes["vmap"] = None
                 yield chunk, gradients
                 done = chunk.stop
         return
     except Exception as error:
-        if isinstance(error, OtherOutputsError) and error.gross and call.samples is None:
+        if isinstance(error, OtherOutputsError) and error.gross:
             raise  # samples depend on each other; after other errors a replay may succeed
     notes["replay"] = None
     with unrecorded(), call.regime.again():
@@ -115,11 +118,7 @@ def dim_of(call: Call, t: Tensor) -> int:
 
 
 def _split_samples(call: Call, t: Any) -> Tensor | None:
-    """Return an argument or gradient as [N, *shape for one sample], or [rows, *shape for one row];
-    None: all share it."""
-    if call.samples is not None:
-        dims = row_dims(t, len(call.samples)) if isinstance(t, Tensor) else 0
-        return t.reshape(-1, *[1] * dims, *t.shape[dims:]) if dims else None
+    """Return an argument or gradient as [N, *shape for one sample]; None: all samples share it."""
     if not isinstance(t, Tensor) or t.dim() <= dim_of(call, t):
         return None
     dim, count = dim_of(call, t), call.first_shape[call.lead]
@@ -135,7 +134,7 @@ def _split_samples(call: Call, t: Any) -> Tensor | None:
 
 
 def _run_vmap(call: Call) -> Chunks:
-    """Map the gradient of one sample, or row, over the batch, and compare the outputs."""
+    """Map the gradient of one sample over the batch, and compare the outputs."""
     module = _Forward(call.module)
     leaves, spec = tree_flatten(call.arguments)
     pieces = [_split_samples(call, leaf) for leaf in leaves]
@@ -165,11 +164,10 @@ def _run_vmap(call: Call) -> Chunks:
     mapped = vmap(grad(objective, has_aux=True), in_dims=(None, dims, 0), randomness="error")
     # The outputs, filled chunk by chunk: nan, which is not compared, until a sample has run.
     compared = [g if call.outcomes else None for g in call.grads]
-    wholes = [None if g is None else g.new_full(g.shape, torch.nan) for g in compared]
+    wholes = [None if g is None else torch.full_like(g, torch.nan) for g in compared]
     within = replace(call, grads=wholes)  # dim_of knows gradients by identity
     views: list[Any] = [_split_samples(within, t) for t in wholes if t is not None]
-    count, size = len(grads[0]), sum(p.numel() for p in parameters.values())
-    for chunk in chunks(count, size, GRADIENT_ELEMENTS):
+    for chunk in chunks(call.n, sum(p.numel() for p in parameters.values()), GRADIENT_ELEMENTS):
         here = [leaf if piece is None else piece[chunk]
                 for leaf, piece in zip(leaves, pieces, strict=True)]  # fmt: skip
         gradients, outputs = mapped(parameters, here, [g[chunk] for g in grads])
@@ -177,20 +175,6 @@ def _run_vmap(call: Call) -> Chunks:
             view[chunk] = out
         require_same(call.outcomes, wholes)
         yield chunk, [gradients[name] for name in names]
-
-
-def _run_by_row(call: Call) -> Chunks:
-    """Map the gradient of one row over all rows, and add up those of each sample."""
-    owners, grads = cast(Tensor, call.samples), [g for g in call.grads if g is not None]
-    size = sum(p.numel() for p in call.module.parameters())
-    if call.layout != SEGMENTS or not call.outcomes or size > 4 * grads[0].numel() // len(owners):
-        raise ValueError("rows may not be computed alone, or their gradients are large")
-    sums: list[Tensor] = []
-    for rows, gradients in _run_vmap(call):
-        wide = [g.to(accumulation_dtype(g.dtype)) for g in gradients]
-        sums = sums or [g.new_zeros(call.n + 1, *g.shape[1:]) for g in wide]
-        sums = [add_rows(whole, owners[rows], g) for whole, g in zip(sums, wide, strict=True)]
-    yield slice(0, call.n), [whole[:-1] for whole in sums]
 
 
 def bias_term_size(call: Call, name: str) -> float:
@@ -276,6 +260,13 @@ def _run_replay(call: Call) -> Chunks:
     both = zip(outputs, call.grads, strict=True)  # an output of others' parameters has no graph
     pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
     ends, samples = [out for out, _ in pairs], [_samples_of(call, g) for _, g in pairs]
+    if call.samples is not None and call.layout == SEGMENTS:
+        by_owner: list[Tensor] = []
+        with contextlib.suppress(Exception):  # then one product for each sample
+            by_owner = gradients_by_owner(pairs, parameters, call.samples, call.n)
+        if by_owner:
+            yield slice(0, call.n), by_owner
+            return
     vjp = partial(torch.autograd.grad, retain_graph=True, allow_unused=True, materialize_grads=True)
     for chunk in chunks(call.n, sum(p.numel() for p in parameters), GRADIENT_ELEMENTS):
         rows = []

@@ -44,18 +44,6 @@ def samples_of(out: Any, n: int) -> Tensor | None:
     return packed.samples.to(packed.data.device) if packed.rows == n else None
 
 
-def row_dims(t: Tensor, rows: int) -> int:
-    """Return how many leading dimensions of a tensor have so many rows together; 0: none do."""
-    return next((k for k in range(1, t.dim() + 1) if t.shape[:k].numel() == rows), 0)
-
-
-def as_rows(samples: Tensor, t: Tensor) -> Tensor:
-    """Return samples [rows] in a shape that broadcasts to `t`; -1 if `t` has no such rows."""
-    dims = row_dims(t, len(samples))
-    rows = samples.view(t.shape[:dims]) if dims else samples.new_full((), -1)
-    return rows.view(*rows.shape, *[1] * (t.dim() - rows.dim()))
-
-
 def why_not_rerun(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:
     """Return the cause for which a module cannot run again by sample, as far as its call shows.
     packs: its first output is a packed sequence."""
