@@ -1,4 +1,4 @@
-"""Real models: a training step with norms over the plain step, of transformers, peft and timm.
+"""Real models: a training step with norms over the plain step, of four libraries' models.
 
     python benchmarks/zoo.py [names ...]
 
@@ -17,7 +17,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ WRONG = 2e-3  # of a norm: off by more is wrong
 GPT = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 128,
        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0,
        "eos_token_id": 0}  # fmt: skip
+LONG_GPT = GPT | {"n_positions": 224}
 LLAMA = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4,
          "num_attention_heads": 4}  # fmt: skip
 GROUPED = LLAMA | {"num_key_value_heads": 2, "head_dim": 64}
@@ -54,17 +55,19 @@ class Example(NamedTuple):
     inputs: dict[str, Tensor]  # by keyword; of an image model, "" alone
     targets: Tensor  # [N] or [N, T]
     ids: Tensor | None = None  # [B, T] of packed documents; the loss is a mean over them
+    graphs: Tensor | None = None  # [nodes], of batched graphs
 
     @property
     def options(self) -> dict[str, Any]:
         """Of attach()."""
-        return {} if self.ids is None else {"sample_ids": lambda args, kwargs: self.ids}
+        ids = self.graphs if self.ids is None else self.ids
+        return {} if ids is None else {"sample_ids": lambda args, kwargs: ids}
 
     def step(self, model: nn.Module) -> None:
         for name, t in self.inputs.items():  # another batch of the same sizes
             if name.endswith("input_ids"):
                 t.random_(3, VOCABULARY)
-            elif not name:
+            elif t.is_floating_point():
                 t.normal_()
         inputs = dict(self.inputs)
         image = inputs.pop("", None)
@@ -105,15 +108,48 @@ def checkpointed(*arguments: Any) -> Example:
     return example._replace(inputs=example.inputs | {"attention_mask": mask.long()})
 
 
-def packed(lengths: tuple[int, ...] = (32, 64, 96, 128, 128, 160, 192, 224)) -> Example:
-    """GPT-2 on documents in one row: a block-diagonal mask, positions that restart."""
-    config = GPT | {"n_positions": max(lengths)}
-    example = text("GPT2LMHeadModel", config, 1, sum(lengths))
+def packed(
+    kind: str,
+    config: dict[str, Any],
+    lengths: Sequence[int] = (32, 64, 96, 128, 128, 160, 192, 224),
+) -> Example:
+    """Documents in one row: a block-diagonal mask, positions that restart."""
+    example = text(kind, config, 1, sum(lengths))
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
     at = torch.cat([torch.arange(length) for length in lengths])[None]
     mask = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
     inputs = example.inputs | {"position_ids": at, "attention_mask": mask}
     return example._replace(inputs=inputs, ids=ids)
+
+
+class OfGraphs(nn.Module):
+    """Layers of torch_geometric, between the features of nodes and classes of graphs."""
+
+    def __init__(self, kind: str, n: int, width: int = 256, layers: int = 3) -> None:
+        super().__init__()
+        from torch_geometric import nn as geometric
+
+        self.n, self.pool, layer = n, geometric.global_mean_pool, getattr(geometric, kind)
+        self.first, self.last = nn.Linear(32, width), nn.Linear(width, CLASSES)
+        self.layers = nn.ModuleList(layer(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
+        h = torch.relu(self.first(x))
+        for layer in self.layers:
+            h = torch.relu(layer(h, edges))
+        out: Tensor = self.last(self.pool(h, graph, self.n))
+        return out
+
+
+def graphs(kind: str, n: int = 64, nodes: int = 25, degree: int = 4) -> Example:
+    """Batched graphs of as many nodes and random edges."""
+    torch.manual_seed(0)
+    first = nodes * torch.arange(n)[:, None]
+    edges = torch.stack([(first + torch.randint(0, nodes, (n, degree * nodes))).flatten()
+                         for _ in range(2)])  # fmt: skip
+    graph = torch.arange(n).repeat_interleave(nodes)
+    inputs = {"x": torch.randn(n * nodes, 32), "edges": edges, "graph": graph}
+    return Example(OfGraphs(kind, n), inputs, torch.randint(0, CLASSES, (n,)), graphs=graph)
 
 
 def adapted(**options: Any) -> Example:
@@ -144,7 +180,10 @@ MODELS: dict[str, tuple[str, Callable[[], Example]]] = {
     "Llama": ("transformers", lambda: text("LlamaForCausalLM", LLAMA)),
     "Gemma 3": ("transformers", lambda: text("Gemma3ForCausalLM", GROUPED)),
     "Qwen 3": ("transformers", lambda: text("Qwen3ForCausalLM", GROUPED)),
-    "GPT-2, packed": ("transformers", packed),
+    "GPT-2, packed": ("transformers", lambda: packed("GPT2LMHeadModel", LONG_GPT)),
+    "Qwen 3, packed": ("transformers", lambda: packed("Qwen3ForCausalLM", GROUPED)),
+    "GCN, batched graphs": ("torch_geometric", lambda: graphs("GCNConv")),
+    "GAT, batched graphs": ("torch_geometric", lambda: graphs("GATConv")),
     "Mixtral": ("transformers", lambda: text("MixtralForCausalLM", MIXTRAL)),
     "Mixtral, checkpointed": (
         "transformers", lambda: checkpointed("MixtralForCausalLM", MIXTRAL)),

@@ -1,7 +1,9 @@
 """Gradients by sample of parameters that enter a graph whose rows have owners (graph/owners.py).
 
-One backward brings the gradients of the nodes where parameters enter, whose rows are added up by
-sample. What that takes on trust another backward confirms, in which each sample has a weight.
+The rows of a node's gradient, times what it saved, are added up by sample: at the node that made a
+module's output, or in a graph that one runs again for. There, one backward brings the gradients of
+the nodes where parameters enter. What that takes on trust another backward confirms, in which each
+sample has a weight.
 """
 
 from __future__ import annotations
@@ -21,6 +23,23 @@ from .by_sample import sq_norms
 from .products import elementwise_product, is_passthrough, sum_broadcast
 
 TOLERANCE, OF_HALVES = 1e-3, 5e-2  # of sums over samples, as of samples that run alone
+
+
+def gradients_at(
+    node: Node, g: Tensor, parameters: Sequence[Tensor], owners: Tensor, n: int, first: int
+) -> list[Tensor] | None:
+    """Return the gradients [N, *shape] of each parameter; None: one enters elsewhere than at this
+    node, which made rows with these owners. g: of them. first: sequence number of the first node
+    that may use the parameters."""
+    graph = Graph([node], first)
+    while is_passthrough(node):
+        node = next(child for child, _ in node.next_functions if child is not None)
+    uses = [list(_uses(graph, p)) for p in parameters]
+    if any(len(edges) != 1 or edges[0][0] is not node for edges in uses):
+        return None
+    g, owned = g.reshape(shape_of(node, 0)), Owned(owners, 0)
+    both = zip(parameters, uses, strict=True)
+    return [_summed(node, k, g, owned, n).view(n, *p.shape) for p, [(_, k)] in both]
 
 
 def gradients_by_owner(

@@ -26,9 +26,12 @@ SAME = {"ReshapeAliasBackward0": "ViewBackward0", "AliasBackward0": "SliceBackwa
 class Graph:
     """The graph of a forward, below its outputs, with the consumers of each node."""
 
-    def __init__(self, outputs: Iterable[Tensor]) -> None:
+    def __init__(self, outputs: Iterable[Tensor | Node], first: int = 0) -> None:
+        """outputs: tensors, or their nodes. first: the sequence number from which on nodes count,
+        and what they consume."""
         # In the order of the outputs, so that every pass lists the nodes in the same order.
-        self.roots = dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None)
+        nodes = (t.grad_fn if isinstance(t, Tensor) else t for t in outputs)
+        self.roots = dict.fromkeys(node for node in nodes if node is not None)
         self.parents: dict[Node, list[Edge]] = {node: [] for node in self.roots}
         todo = list(self.parents)
         while todo:
@@ -37,7 +40,7 @@ class Graph:
                 if child is not None:
                     if child not in self.parents:
                         self.parents[child] = []
-                        todo.append(child)
+                        todo += [child] if child._sequence_nr() >= first else []
                     self.parents[child].append((node, number))
 
     def numbers(self, node: Node) -> list[int]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..extension import NATIVE, Pass
 from ..gradients.by_sample import Gradients, along, deliver, size, sq_norms, total
+from ..gradients.owned import gradients_at
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
 from ..graph.sizes import row_dims
 from ..graph.unpacking import restore_leaf, save_leaf, saves_through_hooks
@@ -47,6 +48,7 @@ class RerunUse:
     first_shape: torch.Size  # of the output whose layout is the use's
     samples: Tensor | None = None  # of each row of the first output, if it is packed
     drew: bool = False  # random numbers
+    first_node: int = 0  # sequence number of the first node that it made
     has_several_nodes: bool = False  # which made the outputs
     inner: set[int] = field(default_factory=set)  # outputs that others are computed from
     outcomes: Sequence[Outcome | None] = ()  # of a user's forward
@@ -209,14 +211,29 @@ class Delivery:
         call = Call(use.module, names, arguments, grads, run.n, *rest)
         if any(grads[k] is not None for k in use.inner):
             call = without_inner_grads(call, use.inner, self._unrecorded)
-        by_name = self._closed_form(call) if self._closed_form and layout != SEGMENTS else None
-        if by_name is None:
+        gradients: Sequence[Gradients] | None = None
+        if layout == SEGMENTS and samples is not None:
+            gradients = self._take_at_node(use, call, samples)
+        elif self._closed_form and (by_name := self._closed_form(call)):
+            gradients = [by_name[name] for name in names]
+        if gradients is None:
             self._deliver_chunks(use, call)
             return
-        gradients = [by_name[name] for name in names]
         self._record_sums(use, call, gradients)
         for place, g in zip(use.places, gradients, strict=True):
             deliver(run, self._recorder, place, g)
+
+    def _take_at_node(self, use: RerunUse, call: Call, owners: Tensor) -> list[Tensor] | None:
+        """Return gradients by sample, if all parameters enter at the node of the only output."""
+        (g, *more), node = call.grads, torch._C._current_autograd_node()
+        if more or g is None or use.saves_through_hooks:
+            return None
+        parameters, found = list(use.parameters.values()), None
+        with contextlib.suppress(Exception):  # then the module runs again
+            found = gradients_at(node, g, parameters, owners, use.run.n, use.first_node)
+        if found is not None:
+            self.layer.notes["lifted"] = None
+        return found
 
     def _deliver_chunks(self, use: RerunUse, call: Call) -> None:
         """Run the module again, and give the pass the gradients of some samples at a time."""

@@ -200,6 +200,7 @@ class FallbackSite(Delivery):
             forwards.note_ends(self._index, first, others)
         regime = self._call.regime or Regime.current(first.device, draws=False)
         use = RerunUse(run, number, parameters, regime, first.shape, samples)
+        use.first_node = self._call.first
         ends: Ends = {}
         for (node, output_nr), k in ends_at([end] if single else outputs).items():
             ends.setdefault(node, []).append((k, output_nr))
