@@ -127,6 +127,7 @@ def attend(m, x, mask, heads=2):
     b, t, c = x.shape
     parts = m.qkv(m.ln1(x)).split(c, 2)
     q, k, v = (part.view(b, t, heads, c // heads).transpose(1, 2) for part in parts)
+    q, k = m.qn(q), m.kn(k)  # heads before positions
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
     x = x + m.proj(y.transpose(1, 2).reshape(b, t, c))
     return x + m.down(F.gelu(m.up(m.ln2(x))))
@@ -134,8 +135,19 @@ def attend(m, x, mask, heads=2):
 
 def block(width):
     return Model(attend, ln1=nn.LayerNorm(width), ln2=nn.LayerNorm(width),
+                 qn=rms_norm(width // 2), kn=nn.LayerNorm(width // 2),
                  qkv=nn.Linear(width, 3 * width), proj=nn.Linear(width, width),
                  up=nn.Linear(width, 2 * width), down=nn.Linear(2 * width, width))  # fmt: skip
+
+
+def routed(m, x):
+    """Each row chooses one of the matrices of a parameter, by another parameter."""
+    f = x.flatten(0, 1)
+    weight, top = F.linear(f, m.by).softmax(-1).max(-1)
+    for k in range(3):
+        rows = (top == k).nonzero()[:, 0]
+        f = f.index_add(0, rows, (f[rows] @ m.of[k]).to(f.dtype) * weight[rows, None].to(f.dtype))
+    return f.view(x.shape)
 
 
 def gpt(tied=True, layers=2, width=12):
@@ -146,11 +158,13 @@ def gpt(tied=True, layers=2, width=12):
         h = m.wte(tokens) + m.wpe(positions)
         for block in m.blocks:
             h = block(h, None if joins == "causal" else mask[:, None])
-        return m.head(m.ln(m.rolled(h)))
+        return m.head(m.ln(m.routed(m.rolled(h))))
 
     rolled = Model(lambda m, x: x + (m.weight * x.roll(1, 1)).roll(-1, 1), weight=torch.ones(width))
-    model = Model(forward, wte=nn.Embedding(WORDS, width), wpe=nn.Embedding(32, width),
+    scaled = Model(lambda m, ids: F.embedding(ids, m.weight, 1) * 2, weight=torch.randn(32, width))
+    model = Model(forward, wte=nn.Embedding(WORDS, width), wpe=scaled,
                   blocks=nn.ModuleList(block(width) for _ in range(layers)),
+                  routed=Model(routed, by=torch.randn(3, width), of=torch.randn(3, width, width)),
                   rolled=rolled, ln=rms_norm(width),
                   head=nn.Linear(width, WORDS, bias=False))  # fmt: skip
     if tied:

@@ -9,7 +9,7 @@ from torch import nn
 import torchgradx
 from torchgradx import ops
 from torchgradx.layers.table import Parameters, find_layers
-from torchgradx.plan.cost import ALGORITHMS, Problem, plan
+from torchgradx.plan.cost import Problem, plan
 from torchgradx.plan.gpu import CARDS, Gpu, from_properties
 from torchgradx.sites import native
 
@@ -25,25 +25,16 @@ def conv2d(n, t, i, o, groups=1, weight_grad=False):
 VERDICTS = [
     (linear(256, 1, 784, 1024), "rank1"),  # an MLP: two row sums
     (linear(256, 1, 784, 1024, True), "fused"),  # a GEMM over all samples, and row sums
-    (linear(4096, 1, 16, 16), "rank1"),
     (linear(16, 2, 512, 512), "gram"),  # 3 (I + O) against 2 I O
-    (linear(16, 4, 512, 512), "gram"),
     (linear(16, 4, 512, 512, True), "fused"),  # a Gram inside: below T = 16 no tile is squared
-    (linear(16, 8, 4096, 4096), "gram"),
     (linear(8, 1024, 512, 512), "direct"),  # past T = 2 I O / (I + O) a Gram is dearer
     (linear(8, 1024, 512, 512, True), "fused"),  # the gradient's tiles are there to be squared
-    (linear(16, 128, 256, 256, True), "fused"),
-    (linear(8, 4096, 64, 64), "direct"),
-    (linear(8, 128, 2, 2), "direct"),  # a gradient of four numbers
     (conv2d(64, 1024, 27, 32, weight_grad=True), "fused"),  # a CNN's first layer
-    (conv2d(16, 4096, 288, 32), "direct"),
-    (conv2d(16, 4096, 288, 32, weight_grad=True), "fused"),
     (conv2d(32, 256, 9, 1, groups=64), "direct"),  # depthwise: nine numbers a channel
     (conv2d(16, 4, 4608, 512), "gram"),  # 2x2 pixels of 512 channels
 ]
 REFUSALS = [
     (linear(8, 128, 64, 32), "rank1", "rank1 needs T = 1: a sum over T = 128 positions is not"),
-    (conv2d(8, 2, 64, 32), "rank1", "rank1 needs T = 1: a sum over T = 2 positions is not"),
     (linear(8, 128, 64, 32), "fused", "fused computes the weight gradient with the norms, and"),
 ]
 
@@ -65,16 +56,8 @@ def test_gram_and_direct_never_refuse(algorithm, t, weight_grad):
     assert plan(linear(8, t, 64, 32, weight_grad), algorithm).algorithm == algorithm
 
 
-@pytest.mark.parametrize("problem", [problem for problem, _ in VERDICTS])
-def test_every_algorithm_is_chosen_refused_or_an_alternative(problem):
-    made = plan(problem)
-    assert sorted([made.algorithm, *made.refused, *made.alternatives]) == sorted(ALGORITHMS)
-    assert made.seconds <= min(made.alternatives.values(), default=made.seconds)
-
-
 # On a GPU: none is needed, and none is asked
 H200 = Gpu("H200", CARDS[9, 0], 132, 1.8e9, 4.3e12)
-A100 = Gpu("A100", CARDS[8, 0], 108, 1.41e9, 1.6e12)
 L4 = Gpu("L4", CARDS[8, 9], 58, 2.0e9, 0.3e12)
 
 
@@ -88,18 +71,12 @@ ON_A_GPU = [
     (on_gpu("linear", 8, 1024, 768, 768), "direct"),  # T beyond 2 I O / (I + O) = 768
     (on_gpu("linear", 8, 1024, 768, 768, weight_grad=True), "fused"),  # the tiles are there
     (on_gpu("linear", 64, 197, 768, 3072), "gram"),  # T far below 2 I O / (I + O) = 1229
-    (on_gpu("linear", 64, 197, 768, 3072, itemsize=4), "gram"),  # the same without tensor cores
-    (on_gpu("linear", 64, 64, 768, 3072), "gram"),  # a tile of 64 positions holds them all
     (on_gpu("linear", 8, 128, 4096, 4096), "gram"),  # 8 x 704 tiles of a gradient, 8 of a Gram
     (on_gpu("linear", 2, 128, 1024, 1024), "direct"),  # 2 of a Gram leave 130 multiprocessors idle
-    (on_gpu("linear", 8, 128, 4096, 8), "direct"),  # LoRA: a gradient of one row of tiles
-    (on_gpu("linear", 64, 2048, 768, 8), "direct"),  # LoRA, long: bound by memory
-    (on_gpu("linear", 64, 64, 768, 3072, device=A100), "gram"),  # half as many tensor cores
     (on_gpu("linear", 64, 64, 768, 3072, device=L4, itemsize=8), "gram"),  # 4 FLOP a clock
     (on_gpu("conv2d", 64, 3136, 576, 64), "direct"),  # 56 x 56 pixels of 64 channels
     (on_gpu("conv2d", 64, 3136, 576, 64, weight_grad=True), "fused"),  # and their gradient
     (on_gpu("conv2d", 64, 49, 4608, 512), "gram"),  # 7 x 7 pixels of 512 channels
-    (on_gpu("conv2d", 32, 3136, 9, 1, 64), "direct"),  # depthwise: bound by memory
     (on_gpu("conv2d", 32, 49, 9, 1, 960, weight_grad=True), "fused"),  # depthwise, small
 ]
 

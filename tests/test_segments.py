@@ -4,12 +4,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from attach_models import Model, rms_norm
+from attach_models import Model
 from attach_modes import a_few_modes
 from attach_oracle import close_named
 from attach_steps import refusal
 from counters import Counter
-from segment_models import CASES, Case, D, deep_set, spread
+from segment_models import CASES, Case, D, Packed, deep_set, gpt, spread
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -115,21 +115,33 @@ def test_two_passes_and_no_row_of_a_sample():
     assert [bool(norm > 0) for norm in norms] == [True, False, True, True, False, True]
 
 
-def test_rows_of_very_unequal_samples_are_not_padded_nor_run_again_one_by_one():
+def test_rows_of_very_unequal_samples_are_not_padded():
     def most(func, args):
         return max((t.numel() for t in tree_leaves(args) if torch.is_tensor(t)), default=0)
 
     model = deep_set().to(DOUBLE)
-    model.n = rms_norm(8).to(DOUBLE)  # runs again
     with torchgradx.attach(model, sample_ids=ids_of) as probe:
         for _ in range(2):
             b, sizes = spread([1] * 30 + [4000]), Counter(most)
             loss = model(torch.randn(len(b), D, dtype=DOUBLE), ids=b, n=31).square().sum(1).mean()
-            with sizes, patch("torch.autograd.grad", side_effect=torch.autograd.grad) as grad:
+            with sizes:
                 loss.backward()
         assert 4000 < max(sizes.counts) <= 2 * len(b) * 8
-        assert grad.call_count == 0 or not ops.NATIVE
         assert (probe.norms() > 0).all()
+
+
+def test_modules_run_again_once_for_all_documents():
+    model, calls = gpt(False), []
+    model.rolled = nn.Identity()
+    with torchgradx.attach(model, sample_ids=ids_of) as probe:
+        for rows in ([6, 6], [1] * 12) * 2:
+            case = Packed().draw([rows], torch.Generator(), torch.float32)
+            loss = case.loss(case.batch(model), case.y)
+            with patch("torch.autograd.grad", side_effect=torch.autograd.grad) as grad:
+                loss.backward()
+            assert len(probe.norms()) == case.n
+            calls.append(grad.call_count)
+    assert calls[2] == calls[3] or not ops.NATIVE
 
 
 def joined(case):

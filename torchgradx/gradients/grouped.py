@@ -53,10 +53,10 @@ class Pairs:
         """Return the rows of each matrix, in any of its pairs, for each operand."""
         matrix = self.of_rows % self.matrices + self.matrices * (self.of_rows == len(self.lengths))
         counts = self.known.view(self.count, self.matrices).sum(0)
-        return _split(matrix, counts.tolist(), *operands)
+        return split(matrix, counts.tolist(), *operands)
 
 
-def _split(groups: Tensor, counts: list[int], *operands: Tensor) -> list[tuple[Tensor, ...]]:
+def split(groups: Tensor, counts: list[int], *operands: Tensor) -> list[tuple[Tensor, ...]]:
     """Return the rows of each group, for each operand. groups: of each row; counts: of the rows of
     each group, after which those of no group come."""
     order = groups.argsort(stable=True)
@@ -87,7 +87,7 @@ class Grouped(Factored):
         return full.view(self.pairs.count, self.pairs.matrices, -1)
 
     def in_full(self) -> Tensor:
-        parts = _split(self.pairs.of_rows, self.pairs.known.tolist(), *self.operands)
+        parts = split(self.pairs.of_rows, self.pairs.known.tolist(), *self.operands)
         full = torch.stack([left.mT @ right for left, right in parts])
         return full.unflatten(0, (self.pairs.count, self.pairs.matrices))
 
@@ -115,7 +115,8 @@ class Grouped(Factored):
         dots = direction.new_zeros(len(self))
         samples = self.pairs.of_rows // self.pairs.matrices
         parts = self.pairs.by_matrix(*self.operands, samples)
-        for matrix, (left, right, of_rows) in zip(direction, parts, strict=True):
+        matrices = direction.view(self.pairs.matrices, *direction.shape[-2:])
+        for matrix, (left, right, of_rows) in zip(matrices, parts, strict=True):
             products = (left.to(dots.dtype) @ matrix) * right.to(dots.dtype)
             add_rows(dots, of_rows, products.sum(1))
         return dots

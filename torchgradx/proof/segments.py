@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
+from ..graph.nodes import Node, shape_of
 from ..graph.owners import MAPPING, Owned, own_rows, owners_below, owners_by, place_among, set_flags
 from ..refusals import cause, key_of
 from ..sites.site import ProbeParts
@@ -243,20 +244,26 @@ class SegmentExaminer:
         if node is None:
             return None
         leads = list(sizes[: self._sites[site].leads(len(sizes))])
-        device = node._input_metadata[number].device
-        return graph.at(node, number, leads) or self._input_owners(graph, leads, device)
+        return graph.at(node, number, leads) or self._input_owners(graph, leads, node, number)
 
-    def _input_owners(self, graph: _Owners, leads: list[int], device: torch.device) -> Owned | None:
+    def _input_owners(
+        self, graph: _Owners, leads: list[int], node: Node, number: int
+    ) -> Owned | None:
         """Return the owners of rows below attention: those of the model's inputs, if the sizes
-        cannot be those of other rows."""
+        cannot be those of other rows. Rows may be heads: [B, H, T]."""
         grid, rows = graph.inputs.grid, graph.inputs.owners
+        made, shape = node._input_metadata[number], shape_of(node, number)
+        rows = rows.to(made.device)
+        if len(grid) == 2 and leads[:2] != grid == [*shape[:1], *shape[2:3]] and len(shape) > 3:
+            heads = rows.view(grid[0], 1, grid[1]).expand(shape[:3])
+            return Owned(heads.flatten(), hash("as given, by head"))
         by_ids = self._options["sample_ids"] is not None
         alone = len(grid) > 1 or not graph.names & MAPPING or (len(leads) > 1 and not by_ids)
         sequence_first = len(grid) == 2 and leads == grid[::-1] != grid
         if not alone or (leads[: len(grid)] != grid and not sequence_first):
             return None
         rows = rows.view(grid).T.flatten() if sequence_first else rows
-        rows = rows.to(device).repeat_interleave(prod(leads[len(grid) :]))
+        rows = rows.repeat_interleave(prod(leads[len(grid) :]))
         return Owned(rows, hash(("as given", sequence_first)))
 
     def _is_shown(self, forward: Forward, own: Any, use: Any, owned: Owned | None) -> bool:

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..extension import NATIVE, Pass
 from ..gradients.by_sample import Gradients, along, deliver, size, sq_norms, total
-from ..gradients.owned import gradients_at
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS, SEQUENCE, SHARED
 from ..graph.sizes import row_dims
 from ..graph.unpacking import restore_leaf, save_leaf, saves_through_hooks
@@ -29,6 +28,7 @@ from ..layers.rules import Layer
 from ..layers.table import declared_layout
 from ..refusals import RefusedError, cause
 from ..sharding import is_sharded
+from .by_owner import gradients_at, run_by_owner
 from .experts import ExpertUse
 from .fallback import CLOSED_FORMS, Call, ClipCall, bias_term_size, per_sample_gradients
 from .native import Context
@@ -214,6 +214,8 @@ class Delivery:
         gradients: Sequence[Gradients] | None = None
         if layout == SEGMENTS and samples is not None:
             gradients = self._take_at_node(use, call, samples)
+            if gradients is None and (found := run_by_owner(call, self._unrecorded)):
+                gradients, self.layer.notes["replay"] = found, None
         elif self._closed_form and (by_name := self._closed_form(call)):
             gradients = [by_name[name] for name in names]
         if gradients is None:

@@ -6,7 +6,7 @@ between them (graph/owners.py). The first pass of a structure proves them like t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -63,7 +63,8 @@ def find_products(
     if first is None:
         return NO_PRODUCTS
     nodes = _nodes_between(out.grad_fn, first)
-    samples, products = _samples_of(rows, operands[0].device), _all_products(nodes, parameters)
+    samples = _samples_of(rows, operands[0].device)
+    products = all_products(nodes, {id(p): k for k, p in parameters.items()}, parameters)
     if samples is None or not products:
         return NO_PRODUCTS
     n, only = rows.n, {p.node: p.rows_operand for p in products}
@@ -78,7 +79,7 @@ def find_products(
         flags += _mixing_flags(node, made)
         if node.name() in MAPPING and node._sequence_nr() >= start:  # only this call has its rows
             moves[node] = (made.owners == n).any()
-    groups = _group(products, owned, parameters, n)
+    groups = group(products, owned, parameters, n)
     drops = _read(flags, moves, [*dict.fromkeys(group.pairs for group in groups.values())])
     by_row = {node for node in nodes if node.name() in RANKS}
     by_row |= {node for node, dropping in zip(moves, drops, strict=True) if not dropping}
@@ -122,9 +123,11 @@ def _samples_of(rows: Rows, device: torch.device) -> Tensor | None:
     return _samples[rows, device]
 
 
-def _all_products(nodes: Sequence[Node], parameters: Mapping[int, Tensor]) -> list[ExpertProduct]:
-    """Return the products with parameters; empty, if nodes use the parameters in other ways too."""
-    places = {id(p): place for place, p in parameters.items()}
+def all_products(
+    nodes: Iterable[Node], places: Mapping[int, int], parameters: Mapping[int, Tensor]
+) -> list[ExpertProduct]:
+    """Return the products with parameters; empty, if nodes use the parameters in other ways too.
+    places: by the ids of their leaves. parameters: [E, *, *] or [E, *], by place."""
     products = [product for node in nodes for product in _products_at(node, places, parameters)]
     edges = (child for node in nodes for child, _ in node.next_functions)
     uses = sum(_place_of(child, places) is not None for child in edges)
@@ -189,7 +192,7 @@ def _mixing_flags(node: Node, made: Owned) -> list[Tensor]:
     return []
 
 
-def _group(
+def group(
     products: Sequence[ExpertProduct], owned: Owners, parameters: Mapping[int, Tensor], n: int
 ) -> dict[int, ExpertGroup]:
     """Return the products by their parameters' places; products of the same rows share pairs."""
@@ -243,6 +246,8 @@ def _products_at(
                 break
             edge, child = (child, 0), child.next_functions[0][0]
         place = _place_of(child, places)
+        if place is not None and matrix is None and len(parameters[place]) == 1:
+            matrix = 0
         if place is not None and matrix is not None:
             found = edge, matrix, transposed, rows_operand, saved_name
             product = ExpertProduct(node, place, operand, *found)

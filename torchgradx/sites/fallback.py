@@ -3,7 +3,7 @@
 vmap and the replay run the module's forward again on its inputs, and pull back its outputs'
 gradients. vmap maps one sample's gradient over the batch. Where it has no rule (recurrent layers,
 custom Functions, dropout), the whole batch is replayed once with its random state, and one
-vector-Jacobian product is taken for each sample, or two for all (gradients/owned.py).
+vector-Jacobian product is taken for each sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ..gradients.by_sample import GRADIENT_ELEMENTS, Gradients, weighted
 from ..gradients.outer import LookedUp, Outer
-from ..gradients.owned import gradients_by_owner
 from ..graph.arguments import tensors_in
 from ..graph.layout import BATCH, SEGMENTS, SEQUENCE
 from ..graph.nodes import nodes_below
@@ -260,13 +259,6 @@ def _run_replay(call: Call) -> Chunks:
     both = zip(outputs, call.grads, strict=True)  # an output of others' parameters has no graph
     pairs = [(out, g) for out, g in both if g is not None and out.requires_grad]
     ends, samples = [out for out, _ in pairs], [_samples_of(call, g) for _, g in pairs]
-    if call.samples is not None and call.layout == SEGMENTS:
-        by_owner: list[Tensor] = []
-        with contextlib.suppress(Exception):  # then one product for each sample
-            by_owner = gradients_by_owner(pairs, parameters, call.samples, call.n)
-        if by_owner:
-            yield slice(0, call.n), by_owner
-            return
     vjp = partial(torch.autograd.grad, retain_graph=True, allow_unused=True, materialize_grads=True)
     for chunk in chunks(call.n, sum(p.numel() for p in parameters), GRADIENT_ELEMENTS):
         rows = []

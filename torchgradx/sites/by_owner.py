@@ -1,0 +1,157 @@
+"""Gradients by sample of a module's own parameters, where its rows have owners (graph/owners.py).
+
+The rows of a node's gradient, times what it saved, are added up by sample: at the node that made
+the module's output, or else in the graph of running the module again. There, one backward brings
+the gradients of the nodes where parameters enter. What that takes on trust another backward
+confirms, in which each sample has a weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils.rnn import pad_sequence
+
+from ..gradients.by_sample import GRADIENT_ELEMENTS, Gradients, weighted
+from ..gradients.grouped import Grouped, split
+from ..gradients.products import (
+    EMBEDDING,
+    elementwise_product,
+    is_passthrough,
+    lookup_product,
+    scales_by_count,
+    sum_broadcast,
+)
+from ..graph.nodes import Edge, Graph, Node, shape_of
+from ..graph.owners import Owned, owners_below
+from ..graph.sizes import as_rows, row_dims
+from ..reference.chunks import accumulation_dtype, add_rows
+from .expert_products import all_products, group
+from .experts import ExpertProduct
+from .fallback import Call, Unrecorded, copy_to_run, run_again
+
+TOLERANCE, OF_HALVES = 1e-3, 5e-2  # of sums over samples, as of samples that run alone
+
+
+def gradients_at(
+    node: Node, g: Tensor, parameters: Sequence[Tensor], owners: Tensor, n: int, first: int
+) -> list[Tensor] | None:
+    """Return the gradients [N, *shape] of each parameter; None: one enters elsewhere than at this
+    node, which made rows with these owners. g: of them. first: sequence number of the first node
+    that may use the parameters."""
+    graph = Graph([node], first)
+    while is_passthrough(node):
+        node = next(child for child, _ in node.next_functions if child is not None)
+    uses = [list(_uses(graph, p)) for p in parameters]
+    if any(len(edges) != 1 or edges[0][0] is not node for edges in uses):
+        return None
+    g, owned = g.reshape(shape_of(node, 0)), Owned(owners, 0)
+    both = zip(parameters, uses, strict=True)
+    return [_summed(node, k, g, owned, n).view(n, *p.shape) for p, [(_, k)] in both]
+
+
+def run_by_owner(call: Call, unrecorded: Unrecorded) -> list[Gradients] | None:
+    """Run a module again, and return the gradients by sample of its parameters. None: one enters
+    otherwise than by products of rows or of elements, or rows meet."""
+    pull: Any = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
+    owners, n = cast(Tensor, call.samples), call.n
+    with contextlib.suppress(Exception), unrecorded(), call.regime.again():
+        outputs, parameters = run_again(copy_to_run(call))
+        pairs = [(t, g) for t, g in zip(outputs, call.grads, strict=True)
+                 if g is not None and t.requires_grad]  # fmt: skip
+        ends, grads = zip(*pairs, strict=True)
+        graph, grid = Graph(ends), ends[0].shape[: row_dims(ends[0], len(owners))]
+        heads = {(t.grad_fn, t.output_nr): Owned(owners, 0) for t in ends}
+        found, *_ = owners_below(ends, heads, n, grid)
+        entries = [_entries(graph, p) for p in parameters]
+        nodes = list(dict.fromkeys(node for nodes, _ in entries for node in nodes))
+        edges = [GradientEdge(node, 0) for node in nodes]
+        arrived = dict(zip(nodes, pull(ends, edges, grads), strict=True))
+        gradients = [take(arrived, found, n) for _, take in entries]
+        weights = torch.rand(n + 1, generator=torch.Generator().manual_seed(n)) + 0.5
+        weights[n] = 0
+        weights = weights.to(owners.device)
+        weighed = [g * as_rows(weights[owners], g).to(g.dtype) for g in grads]
+        halves = max(torch.finfo(t.dtype).eps for t in (*grads, *parameters)) > 1e-4
+        for total, g in zip(pull(ends, parameters, weighed), gradients, strict=True):
+            error = (total - weighted(g, weights[:n]).view_as(total)).nan_to_num(0, 0, 0).norm()
+            if error > (OF_HALVES if halves else TOLERANCE) * total.norm():
+                return None
+        return gradients
+    return None
+
+
+def _entries(graph: Graph, p: Tensor) -> tuple[list[Node], Callable[..., Gradients]]:
+    """Return the nodes where a parameter enters, and what makes its gradients of theirs, the owners
+    by edge, and N."""
+    for matrices in (p, p[None]):
+        products = all_products(graph.parents, {id(p): 0}, {0: matrices})
+        if products:
+            return [product.node for product in products], partial(_group, products, p, matrices)
+    uses = list(_uses(graph, p))
+    is_table = [node.name() for node, _ in uses] == [EMBEDDING] and not scales_by_count(uses[0][0])
+    take: Any = partial(_look_up, uses[0][0]) if is_table else partial(_add_up, uses, p)
+    return [node for node, _ in uses], take
+
+
+def _group(
+    products: Sequence[ExpertProduct], p: Tensor, matrices: Tensor, arrived: Any, found: Any, n: int
+) -> Gradients:
+    """Return the gradients of a parameter that enters by products with its matrices."""
+    pairs = group(products, found, {0: matrices}, n)[0].pairs
+    both = [product.operands(product.node, arrived[product.node], p) for product in products]
+    left, right = (torch.cat(column) for column in zip(*both, strict=True))
+    grouped = Grouped(left, right, pairs)
+    if matrices.dim() == 2:
+        return grouped.of_biases()
+    is_one = p.dim() == 2 and n * p.numel() <= GRADIENT_ELEMENTS
+    return grouped.in_full()[:, 0] if is_one else grouped
+
+
+def _look_up(node: Node, arrived: Any, found: Any, n: int) -> Gradients:
+    """Return the gradients of a table that one node reads."""
+    owners, g, ids = found[node, 0].owners, arrived[node], node._saved_indices
+    counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
+    parts = split(owners, counts, ids.flatten(), g.flatten(0, ids.dim() - 1))
+    return lookup_product(node, *(pad_sequence([*p], True) for p in zip(*parts, strict=True)))
+
+
+def _add_up(uses: Sequence[Edge], p: Tensor, arrived: Any, found: Any, n: int) -> Gradients:
+    """Return the gradients of a parameter that enters by sums and products of elements."""
+    whole = p.new_zeros(n, *p.shape, dtype=accumulation_dtype(p.dtype), requires_grad=False)
+    for node, operand in uses:
+        whole += _summed(node, operand, arrived[node], found.get((node, 0)), n).view_as(whole)
+    return whole
+
+
+def _uses(graph: Graph, p: Tensor) -> Iterator[Edge]:
+    """Yield the nodes where a parameter enters, and as which operand."""
+    todo = [get_gradient_edge(p).node]
+    for node in todo:  # grows
+        for parent in dict.fromkeys(parent for parent, _ in graph.parents.get(node, ())):
+            if is_passthrough(parent):
+                todo.append(parent)
+            else:
+                operands = enumerate(parent.next_functions)
+                yield from ((parent, k) for k, (child, _) in operands if child is node)
+
+
+def _summed(node: Node, operand: int, g: Tensor, owned: Owned | None, n: int) -> Tensor:
+    """Return [N, *shape of the operand]: the product of an elementwise node, added up by sample."""
+    product = elementwise_product(node, operand, g)
+    dims = 0 if product is None or owned is None else row_dims(product, len(owned.owners))
+    if product is None or owned is None or not dims:
+        raise ValueError("a parameter enters elsewhere than at elementwise nodes of rows")
+    rows = product.flatten(0, dims - 1).to(accumulation_dtype(product.dtype))
+    sums = add_rows(rows.new_zeros(n + 1, *rows.shape[1:]), owned.owners, rows)[:n]
+    sums = sums.view(n, *[1] * dims, *rows.shape[1:])
+    whole = sum_broadcast(sums, shape_of(*node.next_functions[operand]))
+    if whole is None:
+        raise ValueError("a parameter with rows of its own")
+    return whole
