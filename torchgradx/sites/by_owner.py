@@ -36,7 +36,7 @@ from .expert_products import all_products, group
 from .experts import ExpertProduct
 from .fallback import Call, Unrecorded, copy_to_run, run_again
 
-TOLERANCE, OF_HALVES = 1e-3, 5e-2  # of sums over samples, as of samples that run alone
+TOLERANCE, OF_HALVES = (1e-3, 1e-5), (5e-2, 1e-2)  # of a parameter's norm, and of that of all
 
 
 def gradients_at(
@@ -79,9 +79,12 @@ def run_by_owner(call: Call, unrecorded: Unrecorded) -> list[Gradients] | None:
         weights = weights.to(owners.device)
         weighed = [g * as_rows(weights[owners], g).to(g.dtype) for g in grads]
         halves = max(torch.finfo(t.dtype).eps for t in (*grads, *parameters)) > 1e-4
-        for total, g in zip(pull(ends, parameters, weighed), gradients, strict=True):
+        of_own, of_all = OF_HALVES if halves else TOLERANCE
+        totals = pull(ends, parameters, weighed)
+        size = torch.stack([total.norm().float() for total in totals]).norm()
+        for total, g in zip(totals, gradients, strict=True):
             error = (total - weighted(g, weights[:n]).view_as(total)).nan_to_num(0, 0, 0).norm()
-            if error > (OF_HALVES if halves else TOLERANCE) * total.norm():
+            if error > of_own * total.norm() + of_all * size:
                 return None
         return gradients
     return None
