@@ -202,9 +202,9 @@ def _loop_by_rows(
         seeds = torch.autograd.grad(loss_fn(output, targets), outputs, allow_unused=True)
     pairs = [(t, g) for t, g in zip(outputs, seeds, strict=True) if g is not None]
     each = torch.arange(n, device=ids.device)  # of outputs with one row for each sample
-    by_row = [g.shape[: ids.dim()] == ids.shape or not len(g) == n != ids.numel() for _, g in pairs]
-    owners = [as_rows(ids.flatten() if is_row else each, g)
-              for is_row, (_, g) in zip(by_row, pairs, strict=True)]  # fmt: skip
+    has_each = [len(g) == n != ids.numel() and g.shape[: ids.dim()] != ids.shape for _, g in pairs]
+    owners = [as_rows(each if one else ids.flatten(), g)
+              for one, (_, g) in zip(has_each, pairs, strict=True)]  # fmt: skip
     weights = torch.where(scales == 0, 0.0, (n if loss_reduction == "mean" else 1) / scales.abs())
     for sample in range(n):
         of_one = [g.where(of == sample, 0) for (_, g), of in zip(pairs, owners, strict=True)]

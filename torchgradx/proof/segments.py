@@ -251,9 +251,8 @@ class SegmentExaminer:
     ) -> Owned | None:
         """Return the owners of rows below attention: those of the model's inputs, if the sizes
         cannot be those of other rows. Rows may be heads: [B, H, T]."""
-        grid, rows = graph.inputs.grid, graph.inputs.owners
-        made, shape = node._input_metadata[number], shape_of(node, number)
-        rows = rows.to(made.device)
+        grid, shape = graph.inputs.grid, shape_of(node, number)
+        rows = graph.inputs.owners.to(node._input_metadata[number].device)
         if len(grid) == 2 and leads[:2] != grid == [*shape[:1], *shape[2:3]] and len(shape) > 3:
             heads = rows.view(grid[0], 1, grid[1]).expand(shape[:3])
             return Owned(heads.flatten(), hash("as given, by head"))

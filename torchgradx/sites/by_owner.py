@@ -35,6 +35,7 @@ from ..reference.chunks import accumulation_dtype, add_rows
 from .expert_products import all_products, group
 from .experts import ExpertProduct
 from .fallback import Call, Unrecorded, copy_to_run, run_again
+from .regime import HALF_EPS
 
 TOLERANCE, OF_HALVES = (1e-3, 1e-5), (5e-2, 1e-2)  # of a parameter's norm, and of that of all
 
@@ -78,7 +79,7 @@ def run_by_owner(call: Call, unrecorded: Unrecorded) -> list[Gradients] | None:
         weights[n] = 0
         weights = weights.to(owners.device)
         weighed = [g * as_rows(weights[owners], g).to(g.dtype) for g in grads]
-        halves = max(torch.finfo(t.dtype).eps for t in (*grads, *parameters)) > 1e-4
+        halves = max(torch.finfo(t.dtype).eps for t in (*grads, *parameters)) > HALF_EPS
         of_own, of_all = OF_HALVES if halves else TOLERANCE
         totals = pull(ends, parameters, weighed)
         size = torch.stack([total.norm().float() for total in totals]).norm()
@@ -93,7 +94,7 @@ def run_by_owner(call: Call, unrecorded: Unrecorded) -> list[Gradients] | None:
 def _entries(graph: Graph, p: Tensor) -> tuple[list[Node], Callable[..., Gradients]]:
     """Return the nodes where a parameter enters, and what makes its gradients of theirs, the owners
     by edge, and N."""
-    for matrices in (p, p[None]):
+    for matrices in {2: (p, p[None]), 3: (p,)}.get(p.dim(), ()):
         products = all_products(graph.parents, {id(p): 0}, {0: matrices})
         if products:
             return [product.node for product in products], partial(_group, products, p, matrices)

@@ -48,7 +48,7 @@ class RerunUse:
     first_shape: torch.Size  # of the output whose layout is the use's
     samples: Tensor | None = None  # of each row of the first output, if it is packed
     drew: bool = False  # random numbers
-    first_node: int = 0  # sequence number of the first node that it made
+    first_node: int = 0  # sequence number of the first node that it made; 0: it is not known
     has_several_nodes: bool = False  # which made the outputs
     inner: set[int] = field(default_factory=set)  # outputs that others are computed from
     outcomes: Sequence[Outcome | None] = ()  # of a user's forward
