@@ -64,6 +64,18 @@ def placing(m, words, x, ids=None):
     return m.out(torch.tanh(h).mean(1))
 
 
+def patching(m, x):
+    rows = m.patch(x.view(-1, 1, 2, 3)).flatten(2).mT
+    return torch.cat([m.first.expand(len(x), 1, 8), rows], 1) + m.at(torch.arange(3)[None])
+
+
+def seeing(m, words, x, ids=None):
+    """Any number of images a sample, seen through a tower with positions of its own."""
+    h, rows = m.emb(words), m.tower(m.patches(x), None)[:, 1:]
+    h = h.masked_scatter((words == 0)[..., None].expand_as(h), m.b(rows).to(h))
+    return m.out(m.block(h, None)), rows
+
+
 def attending(m, x, ids, n):
     """Attention pooling of bags: a softmax over the rows of each bag."""
     score = m.s(x).squeeze(-1).exp()
@@ -239,6 +251,26 @@ class Placed(Case):
         return model(self.words()[k : k + 1], self.x[self.ids == k])
 
 
+class Seen(Case):
+    def model(self):
+        patches = Model(patching, patch=nn.Conv2d(1, 8, 2), at=nn.Embedding(3, 8),
+                        first=torch.randn(8))  # fmt: skip
+        return Model(seeing, emb=nn.Embedding(WORDS, 8), patches=patches, tower=block(8),
+                     b=nn.Linear(8, 8), block=block(8), out=nn.Linear(8, CLASSES))  # fmt: skip
+
+    def see(self, model, sizes, x):
+        at = torch.arange(2 * max(self.sizes) + 2)
+        words = torch.where(at < 2 * torch.tensor(sizes)[:, None], 0, at % 20 + 1)
+        out, _ = model(words, x, ids=torch.arange(len(sizes))[:, None].expand_as(words))
+        return out.mean(1)
+
+    def batch(self, model):
+        return self.see(model, self.sizes, self.x)
+
+    def alone(self, model, k):
+        return self.see(model, [self.sizes[k]], self.x[self.ids == k])
+
+
 class Graphs(Case):
     model = staticmethod(convolving)
 
@@ -305,6 +337,7 @@ CASES = {
     "amax": (lambda: Sets("amax"), SIZES), "split": (lambda: Sets("split", shuffled=False), SIZES),
     "softmax": (lambda: Sets("softmax"), SIZES), "graphs": (Graphs, SIZES[:5] + SIZES[6:]),
     "rings": (lambda: Graphs(0), [[3, 4, 2], [5, 4], [2, 5, 2], [9]]), "placed": (Placed, SIZES),
+    "seen": (Seen, [[2, 1, 0, 1], [1, 0, 2], [3], [1, 1, 1, 1], [0, 2, 1], [2, 2]]),
     "placed, ids": (lambda: Placed(**Case.options), SIZES), "packed, tied": (Packed, ROWS),
     "packed": (lambda: Packed(tied=False), ROWS), "encoder": (lambda: Packed(make=encoder), ROWS),
 }  # fmt: skip

@@ -211,7 +211,7 @@ class Attachment:
         if run is not None and new:
             self._record.ask_scale(run, args, kwargs)
         self._samples.begin()
-        if rows is None and (new or context.joint):
+        if new or context.joint:
             batch_dim = self._options["batch_dim"]
             self._audit.start_forward(n, module, (args, kwargs), batch_dim)
         return run

@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..graph.nodes import Node, shape_of
 from ..graph.owners import segments_from
+from ..graph.sizes import row_dims
 from ..plan.cost import CODES, plan, rounded
 from ..plan.gpu import Problem, gpu_of
 from ..reference.chunks import accumulation_dtype, add_rows
 from .by_sample import Factored
+from .products import elementwise_product, sum_broadcast
 
 
 class Pairs:
@@ -132,3 +136,19 @@ class Grouped(Factored):
 def _sum(pairs: Pairs, left: Tensor, right: Tensor) -> Tensor:
     """Return [E, A, B]: for each matrix, left^T right over all its rows."""
     return torch.stack([a.mT @ b for a, b in pairs.by_matrix(left, right)])
+
+
+def summed_by_owner(node: Node, operand: int, g: Tensor, owners: Tensor, n: int) -> Tensor | None:
+    """Return the product of an elementwise node for an operand, added up by sample: [N, *shape of
+    the operand]. g: of its output, whose rows have these owners. None: it has no such rows."""
+    product, shape = elementwise_product(node, operand, g), shape_of(*node.next_functions[operand])
+    dims = 0 if product is None else row_dims(product, len(owners))
+    if product is None or not dims:
+        return None
+    rows = product.flatten(0, dims - 1).to(accumulation_dtype(product.dtype))
+    whole, own = product.shape[:dims], [1] * (product.dim() - len(shape)) + [*shape]
+    kept = [size if one > 1 else 1 for size, one in zip(whole, own, strict=False)]
+    places = torch.arange(prod(kept), device=rows.device).view(kept).expand(whole).flatten()
+    sums = rows.new_zeros((n + 1) * prod(kept), *rows.shape[1:])
+    sums = add_rows(sums, owners * prod(kept) + places, rows).view(n + 1, *kept, *rows.shape[1:])
+    return sum_broadcast(sums[:n], shape)

@@ -283,7 +283,8 @@ class _Walk:
                 order[a], order[b] = b, a
             made = [shape[d] for d in order]
             known = _dims(made, len(out.owners))
-            least = max(0, known - 1) if len(self._grid) > 1 else 0  # a line [T] may be packed
+            may_pack = len(self._grid) > 1 and tuple(made[:2]) == self._grid  # a line [T]
+            least = max(0, known - 1) if may_pack else 0
             closed = (k for k in range(known, least, -1) if max(order[:k]) < k)
             dims = next(closed, 0 if known == 0 else -1)
             out, inverse = self._coarsen(out, made, dims), [order.index(d) for d in range(dims)]

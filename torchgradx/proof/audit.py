@@ -59,8 +59,8 @@ class Audit:
         self._verdicts: dict[Any, list[Verdict]] = caches.setdefault("structures", {})
         self._verdicts_by_calls: dict[Any, list[Verdict]] = caches.setdefault("sizes", {})
         self.forwards = Forwards(self._parameters, caches.setdefault("memories", {}))
-        self._lift = Lift(shared, self._is_compared)
-        self.examiner = Examiner(shared, self.forwards, self._lift)
+        self.lift = Lift(shared, self._is_compared)
+        self.examiner = Examiner(shared, self.forwards, self.lift)
         self._pending: list[_Pending] = []
         self._latest: Verdict | None = None
         self._lock = threading.RLock()  # for _pending, _midway and the hooks
@@ -112,7 +112,7 @@ class Audit:
         pending = any(key in entry.keys for entry in self._pending)
         if NATIVE and not (checks or trace.ends or pending):
             with suppress(Exception):  # examine() will refuse
-                match = self._lift.recall(run, verdict.plan, outputs)
+                match = self.lift.recall(run, verdict.plan, outputs)
         return (verdict, match) if match else None
 
     def examine(self, forward: Forward, key: Any, recalled: Any) -> None:
@@ -124,7 +124,7 @@ class Audit:
                 return
             verdict, match = recalled
             verdict.apply(run)
-            self._begin(run, match)
+            self.begin(run, match)
         except CoverageError:  # the user's backward would fail
             raise
         except Exception as error:
@@ -136,7 +136,7 @@ class Audit:
 
         @cache
         def match_plan(plan: LiftPlan | None) -> Match | None:
-            return self._lift.match(forward, plan) if plan else None
+            return self.lift.match(forward, plan) if plan else None
 
         def fits(verdict: Verdict) -> bool:
             is_same = verdict.holds(self._parameters.tensors(), lambda: forward.routes)
@@ -159,12 +159,12 @@ class Audit:
         forward.place_segments()
         if self._parameters.gathered():
             self._hook_sharded(run, verdict.sites)
-        self._begin(run, match_plan(verdict.plan))
+        self.begin(run, match_plan(verdict.plan))
 
-    def _begin(self, run: Pass, match: Match | None) -> None:
+    def begin(self, run: Pass, match: Match | None) -> None:
         """Serve what is lifted in a pass, and listen to what is not."""
         if match:
-            self._lift.begin(run, match, self.forwards.first)
+            self.lift.begin(run, match, self.forwards.first)
         self.hear(match.counted if match else ())
 
     def _cached(self, key: Any) -> list[Verdict]:
@@ -223,7 +223,7 @@ class Audit:
 
     def deliver(self, places: Iterable[int]) -> None:
         """Note that this backward counts every edge into these parameters: no sum is compared."""
-        self._lift.delivered.setdefault(torch._C._current_graph_task_id(), set()).update(places)
+        self.lift.delivered.setdefault(torch._C._current_graph_task_id(), set()).update(places)
 
     def hear(self, counted: Iterable[int] = ()) -> None:
         """Hook, until the probe is removed, the parameters that are always compared, but for those
@@ -244,7 +244,7 @@ class Audit:
         """Have _received called with each gradient of a tensor."""
         hook = partial(self._received, place)
         if NATIVE:  # calls Python only where a gradient is to be compared
-            hook = partial(_C.undelivered, self._recorder, self._lift.delivered, place, hook)
+            hook = partial(_C.undelivered, self._recorder, self.lift.delivered, place, hook)
         self._hooks.before(p, hook)
         if lasts:
             self._lasting[p] = place
@@ -281,7 +281,7 @@ class Audit:
     @untraced
     def _received(self, place: int, gradient: Tensor | None) -> None:
         key = torch._C._current_graph_task_id(), place
-        always = place in self.always and place not in self._lift.delivered.get(key[0], ())
+        always = place in self.always and place not in self.lift.delivered.get(key[0], ())
         with self._lock:
             whole = self._recorder.auditing and key[0] not in self._midway
         if gradient is None or in_batched_backward() or not (always or whole):
@@ -305,7 +305,7 @@ class Audit:
 
     def end_backward(self, tasks: Sequence[int], done: bool) -> None:
         """Clean up after a backward and those inside it. done: none of them failed."""
-        delivered = self._lift.delivered
+        delivered = self.lift.delivered
         if self._without_pass or self._muted or self._to_compare:
             self._clean_up(tasks, done)
         if done and self.always:  # a module that reruns may use other weights than its forward did

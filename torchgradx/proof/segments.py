@@ -8,7 +8,7 @@ experts that were hit makes another graph in each step. A segment is the rows of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -74,7 +74,7 @@ class _Owners(NamedTuple):
     """The owners that one forward's graph shows."""
 
     inputs: Inputs
-    below: Mapping[Any, Owned]  # by node and output
+    below: dict[Any, Owned]  # by node and output
     names: set[str]  # of its nodes
 
     def at(self, node: Any, number: int, leads: list[int]) -> Owned | None:
@@ -189,7 +189,7 @@ class SegmentExaminer:
             return [(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))], []
 
     def _examine(self, forward: Forward, ids: Tensor | None) -> tuple[Refusals, list[int]]:
-        run, n, uses = forward.run, forward.n, forward.uses
+        run, n, uses = forward.run, forward.n, list(forward.uses)
         inputs = Inputs.of(ids, n)
         taken = forward.taken_outputs if ids is None else [None] * len(forward.outputs)
         both = [(t, one) for t, one in zip(forward.outputs, taken, strict=True)
@@ -199,29 +199,75 @@ class SegmentExaminer:
                  is not None]  # fmt: skip
         if uses and not heads:
             return [(-1, "segments_outputs")], []
-        ends = {(t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == n)) for t, rows in heads}
-        below, names, mask = owners_below((t for t, _ in both), ends, n, inputs.grid)
+        graph, mask, heads = self._walk(inputs, [t for t, _ in both], heads)
         joined = (-1, cause("segments_mixed", shape=inputs.grid))
         refusals: Refusals = [joined] * inputs.are_joined_by(mask)
-        graph = _Owners(inputs, below, names)
         owned = [self._owners_of(graph, use) for use in uses]
         if ids is None:
-            own = own_rows(below, n)
+            own = own_rows(graph.below, n)
             owned = [one if self._is_shown(forward, own, use, one) else None
                      for use, one in zip(uses, owned, strict=True)]  # fmt: skip
-        keys = self._keys(forward, graph, owned)
-        segments, layouts = self._layouts(forward, owned)
+        above = {} if ids is None else self._above_tables(forward, graph)
+        mixed = set_flags([*owned, *(one for path in above.values() for _, one in path)])
+
+        def is_mixed(one: Owned | None) -> bool:
+            return one is not None and any(id(flag) in mixed for flag in one.flags)
+
+        tables: dict[int, Node] = {}  # those that several samples share, and what adds them to rows
+        for k, path in above.items():
+            end = next((end for end in path if not is_mixed(end[1])), None)
+            if end and is_mixed(owned[k]):
+                tables[k], owned[k] = end
+                uses[k] = uses[k][0], shape_of(end[0], 0), end[0], 0
+        keys = self._keys(forward, graph, uses, owned)
+        segments, layouts = self._layouts(forward, uses, owned, is_mixed)
         is_new = any(key is not None and not self._audit.knows(key) for key in keys)
         proven = [True] * len(uses)
         if is_new and (n > 1 or inputs.has_padding) and self._options["check"] != "off":
-            proven = self._prove(forward, owned, heads, layouts)
+            proven = self._prove(uses, n, owned, heads, layouts)
+        run.segments = segments
+        self._lift_tables(forward, tables, layouts)
         refusals += [(site, layout) for (site, *_), layout in zip(uses, layouts, strict=True)
                      if isinstance(layout, str)]  # fmt: skip
-        run.segments = segments
         if n > 1 and is_new and not self._audit.examiner.zero_weights(n):
             pending = {key for key, sure in zip(keys, proven, strict=True) if key and sure}
             self._audit.cache_later(list(pending), None, Verdict([], []), run)
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
+
+    def _lift_tables(
+        self, forward: Forward, ends: Mapping[int, Node], layouts: list[int | str]
+    ) -> None:
+        """Serve tables at the nodes that add them to rows, and write so into `layouts`."""
+        live = [k for k in ends if isinstance(layouts[k], int) and layouts[k] != NOWHERE]
+        if not live:
+            return
+        lift, at = self._audit.lift, {ends[k]: layouts[k] for k in live}
+        plan = lift.plan_by_owner(forward, at, live)
+        served = {k for k, _ in plan.starts}
+        if served:
+            self._audit.begin(forward.run, lift.match(forward, plan))
+        for k in live:
+            layouts[k] = SHARED if k in served else "segments_unproven"
+
+    def _walk(
+        self, inputs: Inputs, outputs: Sequence[Tensor], heads: list[tuple[Tensor, Tensor]]
+    ) -> tuple[_Owners, Tensor | None, list[tuple[Tensor, Tensor]]]:
+        """Return the owners below the outputs, the first attention mask, and the heads that count.
+        heads: outputs with owners. With a line [T] for each sample, an output [N] that words are
+        made of is not one: it may be of N images."""
+
+        def below(heads: list[tuple[Tensor, Tensor]]) -> tuple[_Owners, Tensor | None]:
+            ends = {(t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == inputs.n))
+                    for t, rows in heads}  # fmt: skip
+            found, names, mask = owners_below(outputs, ends, inputs.n, inputs.grid)
+            return _Owners(inputs, found, names), mask
+
+        words = [head for head in heads if len(head[1]) != inputs.n]
+        if len(inputs.grid) == 2 and 0 < len(words) < len(heads) and not inputs.has_shared_lines:
+            known = below(words)[0].below
+            heads = words + [(t, rows) for t, rows in heads if len(rows) == inputs.n
+                             and (t.grad_fn, t.output_nr) not in known]  # fmt: skip
+        return *below(heads), heads
 
     def _owners_of_output(self, k: int, t: Tensor, inputs: Inputs) -> Tensor | None:
         """Return the owners of an output's leading rows: the model's input rows, or one row for
@@ -271,29 +317,51 @@ class SegmentExaminer:
         is_part = (site, node) in forward.trace.ends or self._layers[site].inside
         return bool(owned and not is_part and own.get((node, number), True))  # else the inputs'
 
-    def _keys(self, forward: Forward, graph: _Owners, owned: Sequence[Owned | None]) -> list[Any]:
+    def _keys(
+        self, forward: Forward, graph: _Owners, uses: Sequence[Any], owned: Sequence[Owned | None]
+    ) -> list[Any]:
         """Return the cache key of the verdict on each use; None for one without owners."""
         names, inputs = frozenset(graph.names), graph.inputs
         facts = inputs.has_shared_lines, inputs.has_padding, len(inputs.grid)
         common = forward.trace.regime, names, *facts
         return [None if one is None else ("segments", common, site, one.path)
-                for (site, *_), one in zip(forward.uses, owned, strict=True)]  # fmt: skip
+                for (site, *_), one in zip(uses, owned, strict=True)]  # fmt: skip
+
+    def _above_tables(
+        self, forward: Forward, graph: _Owners
+    ) -> dict[int, list[tuple[Node, Owned]]]:
+        """Return, for each use with the same input for any batch, the nodes above it in a line and
+        the owners of their rows."""
+        paths: dict[int, list[tuple[Node, Owned]]] = {}
+        watch, memory = forward.trace.watch, forward.trace.memory
+        if watch is not None:
+            memory.note_constants(forward.uses, watch.observer.is_constant)
+        for k in memory.tables(forward.uses):
+            (_, _, node, _), paths[k] = forward.uses[k], []
+            while len(above := forward.graph.parents.get(node, [])) == 1 and len(paths[k]) < 4:
+                node = above[0][0]
+                if one := graph.below.get((node, 0)):
+                    paths[k].append((node, one))
+        return paths
 
     def _layouts(
-        self, forward: Forward, owned: Sequence[Owned | None]
+        self,
+        forward: Forward,
+        uses: Sequence[Any],
+        owned: Sequence[Owned | None],
+        is_mixed: Callable[[Owned | None], bool],
     ) -> tuple[list[Any], list[int | str]]:
         """Return the pass's segments, and for each use SEGMENTS + their place, or a cause."""
-        mixed = set_flags(owned)
         segments = list(forward.run.segments)  # and those of earlier forwards of the same samples
         places: dict[int, int] = {}  # by the id of the owners, which many layers share
         layouts: list[int | str] = []
-        for (site, sizes, node, number), one in zip(forward.uses, owned, strict=True):
+        for (site, sizes, node, number), one in zip(uses, owned, strict=True):
             layer, shape = self._layers[site], list(Watched(node, number, sizes).shape)
             if node is not None and layer.kind.startswith(UNSERVED):
                 layouts.append(cause("segments_kind", kind=layer.type_name))
             elif one is None and node is not None and node not in forward.graph.parents:
                 layouts.append(NOWHERE)  # it comes to no output
-            elif one is None or any(id(flag) in mixed for flag in one.flags):
+            elif one is None or is_mixed(one):
                 why = "segments_unknown" if one is None else "segments_mixed"
                 why = "segments_kind" if layer.kernel_size else why
                 layouts.append(cause(why, kind=layer.type_name, shape=shape))
@@ -305,22 +373,22 @@ class SegmentExaminer:
 
     def _prove(
         self,
-        forward: Forward,
+        uses: Sequence[Any],
+        n: int,
         owned: Sequence[Owned | None],
         heads: Sequence[tuple[Tensor, Tensor]],
         layouts: list[int | str],
     ) -> list[bool]:
         """Return for each use True if weighted backwards confirm its owners; else write the cause
         into `layouts`."""
-        run, uses = forward.run, forward.uses
         watched = [
             Watched(None if one is None else node, number, [len(one.owners)] if one else [1],
                     samples=None if one is None else one.owners)
             for (_, _, node, number), one in zip(uses, owned, strict=True)
         ]  # fmt: skip
         keep_caches = self._audit.forwards.keep_caches
-        seeded = [(t, rows.where(rows < run.n, -1)) for t, rows in heads]
-        findings = Seeding(seeded, watched, run.n + 1, keep_caches).prove()
+        seeded = [(t, rows.where(rows < n, -1)) for t, rows in heads]
+        findings = Seeding(seeded, watched, n + 1, keep_caches).prove()
         proven = []
         for k, use in enumerate(watched):
             layout = findings[k].layout if findings else None

@@ -18,8 +18,9 @@ from torch import Tensor
 from ..extension import _C, Pass
 from ..gradients import by_sample, products
 from ..gradients.by_sample import Gradients
+from ..gradients.grouped import summed_by_owner
 from ..graph.compiled import COMPILED, ask_compiled
-from ..graph.layout import NOWHERE
+from ..graph.layout import NOWHERE, SEGMENTS
 from ..graph.nodes import Node, dtype_of, shape_of
 from ..graph.unpacking import keep_handles
 from ..hooks.copies import untraced
@@ -148,13 +149,22 @@ class Descent:
             self._note_rounding(g)  # something will be compared
         rest = []
         for operand in station.operands:
-            product = products.closed_form(node, operand, g, layout, self._run.n)
+            product = self._closed_form(node, operand, g, layout)
             if product is None:
                 rest.append(operand)
             else:
                 self._send(station, operand, product)
         if rest:
             self._send_all(station, rest, self._ask_masked(station, node, incoming, rest))
+
+    def _closed_form(self, node: Node, operand: int, g: Tensor, layout: int) -> Gradients | None:
+        if layout < SEGMENTS:
+            return products.closed_form(node, operand, g, layout, self._run.n)
+        owners = self._run.segments[layout - SEGMENTS].owners
+        product = summed_by_owner(node, operand, g, owners, self._run.n)
+        if product is None:
+            raise ValueError("it does not add a table to rows")
+        return product
 
     def _ask_masked(
         self, station: Station, node: Node, incoming: Grads, operands: Sequence[int]

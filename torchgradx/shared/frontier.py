@@ -180,12 +180,16 @@ def _gives(node: Node, operand: int, dim: int) -> bool:
 
 
 def plan_lift(
-    n: int, graph: Graph, groups: Sequence[Climb], region: Region, layouts: dict[Node, int | None]
+    n: int,
+    graph: Graph,
+    groups: Sequence[Climb],
+    layouts: dict[Node, int | None],
+    may_share: Callable[[Node], bool],
 ) -> LiftPlan:
     """Return the plan of the uses from which a climb ends at nodes with proven layouts only."""
 
     def is_shared(node: Node) -> bool:
-        return node in layouts and region.is_shared(node)
+        return node in layouts and may_share(node)
 
     def climb(starts: Iterable[Node]) -> list[Node]:
         return graph.climb(starts, lambda k, node: is_shared(node) and layouts[node] is None)

@@ -7,7 +7,7 @@ module reads beside its children, since to run such a module again would run all
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -95,8 +95,18 @@ class Lift:
         layouts = start.region.layouts(region, proven)
         taken = {node for one in forward.taken if one for node in one.nodes}
         layouts.update(dict.fromkeys(taken & layouts.keys()))  # their rows differ in each pass
-        plan = plan_lift(n, graph, groups, start.region, layouts)
+        plan = plan_lift(n, graph, groups, layouts, start.region.is_shared)
         return plan if plan.starts else None
+
+    def plan_by_owner(self, forward: Any, ends: Mapping[Node, Any], tables: list[int]) -> LiftPlan:
+        """Return the plan of uses whose output is added to rows with owners.
+        ends: the nodes that do so, with the layouts of their rows."""
+        uses = self._uses(forward)
+        graph, _ = uses.prune_graph(tables, ())
+        nodes = graph.climb([uses.nodes[k] for k in tables], lambda _, node: node not in ends)
+        groups = [Climb(k, (uses.nodes[k],), lambda node, is_end: True) for k in tables]
+        layouts = {node: ends.get(node) for node in nodes}
+        return plan_lift(forward.n, graph, groups, layouts, lambda node: True)
 
     def _large_weight(self, n: int, leaves: Sequence[Node]) -> int:
         """Return the size of the largest kernel if its per-sample gradients are too large to make,

@@ -19,19 +19,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.rnn import pad_sequence
 
 from ..gradients.by_sample import GRADIENT_ELEMENTS, Gradients, weighted
-from ..gradients.grouped import Grouped, split
+from ..gradients.grouped import Grouped, split, summed_by_owner
 from ..gradients.products import (
     EMBEDDING,
-    elementwise_product,
     is_passthrough,
     lookup_product,
     scales_by_count,
-    sum_broadcast,
 )
 from ..graph.nodes import Edge, Graph, Node, shape_of
 from ..graph.owners import Owned, owners_below
 from ..graph.sizes import as_rows, row_dims
-from ..reference.chunks import accumulation_dtype, add_rows
+from ..reference.chunks import accumulation_dtype
 from .expert_products import all_products, group
 from .experts import ExpertProduct
 from .fallback import Call, Unrecorded, copy_to_run, run_again
@@ -148,14 +146,7 @@ def _uses(graph: Graph, p: Tensor) -> Iterator[Edge]:
 
 def _summed(node: Node, operand: int, g: Tensor, owned: Owned | None, n: int) -> Tensor:
     """Return [N, *shape of the operand]: the product of an elementwise node, added up by sample."""
-    product = elementwise_product(node, operand, g)
-    dims = 0 if product is None or owned is None else row_dims(product, len(owned.owners))
-    if product is None or owned is None or not dims:
-        raise ValueError("a parameter enters elsewhere than at elementwise nodes of rows")
-    rows = product.flatten(0, dims - 1).to(accumulation_dtype(product.dtype))
-    sums = add_rows(rows.new_zeros(n + 1, *rows.shape[1:]), owned.owners, rows)[:n]
-    sums = sums.view(n, *[1] * dims, *rows.shape[1:])
-    whole = sum_broadcast(sums, shape_of(*node.next_functions[operand]))
+    whole = None if owned is None else summed_by_owner(node, operand, g, owned.owners, n)
     if whole is None:
-        raise ValueError("a parameter with rows of its own")
+        raise ValueError("a parameter enters elsewhere than at elementwise nodes of rows")
     return whole
