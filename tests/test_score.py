@@ -42,20 +42,9 @@ class Forever:
         return ([random.randrange(N) for _ in range(1 + k % 5)] for k in itertools.count())
 
 
-class ByList(torch.utils.data.Dataset):
-    def __init__(self, data):
-        self.data = data
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, indices):
-        return [tensor[indices] for tensor in self.data.tensors]
-
-
 def whole_batches(data):
     sampler = BatchSampler(RandomSampler(data), 4, drop_last=True)
-    return DataLoader(ByList(data), sampler=sampler, batch_size=None)
+    return DataLoader(data, sampler=sampler, batch_size=None)
 
 
 LOADERS = {
@@ -226,19 +215,15 @@ def test_a_pool_is_attached_once_and_needs_the_memory_of_a_batch(monkeypatch, no
     assert max(most) <= 2, "batches stay alive"
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(pool())
-
-
 def test_arguments_are_refused_by_name(tmp_path):
     model, data, two = classifier(), pool(), ["norm", "loss"]
     frozen, one_class = classifier().requires_grad_(False), nn.Linear(5, 1).double()
     loader, folder = DataLoader(data, 4), tmp_path / "folder.npz"
+    stream = DataLoader(torch.utils.data.ChainDataset([]))
     folder.mkdir()
     lossy = lambda samples: torch.utils.data.default_collate(samples[:-1])  # noqa: E731
     for kind, words, call in (
-        (TypeError, "iterable", lambda: score(model, DataLoader(Stream(), 4))),
+        (TypeError, "iterable", lambda: score(model, stream)),
         (TypeError, "DataLoader; got list", lambda: score(model, [1])),
         (ValueError, "batch_size=", lambda: score(model, DataLoader(data, batch_size=None))),
         (ValueError, "per must be", lambda: score(model, loader, per="layer")),

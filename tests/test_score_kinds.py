@@ -135,6 +135,18 @@ def test_samples_are_taken_out_of_what_a_model_is_given_and_returns(put, take):
     torchgradx.verify(model, loss, (put(x),), y)
 
 
+@pytest.mark.parametrize("flat", [True, False], ids=["rows n*T+t", "sequence first, last step"])
+def test_samples_are_run_alone_where_outputs_do_not_show_them(flat):
+    x, y = torch.randn(N, 3, C), torch.randn(N, 4)  # and N = 4 in most batches
+    model = Model(lambda m, x: m.f(x).flatten(0, 1) if flat else m.f(x)[-1], f=nn.Linear(C, 4))
+    loss = lambda out, y: F.mse_loss(out, y.repeat_interleave(len(out) // len(y), 0))  # noqa: E731
+    split = lambda batch: (batch[0] if flat else batch[0].transpose(0, 1), batch[1])  # noqa: E731
+    how = {"kind": "loss", "split": split, "batch_dim": 0 if flat else 1}
+    got = score(model, DataLoader(TensorDataset(x, y), 4), loss, **how)
+    for one, a, b in zip(got, x, y, strict=True):
+        assert one == pytest.approx(loss(model(split((a[None], b))[0]), b[None]).item(), rel=1e-5)
+
+
 def test_token_means_are_scored_by_the_samples_own():
     model = nn.Sequential(nn.Embedding(7, 5), nn.Tanh(), nn.Linear(5, 7)).double()
     x, y = torch.randint(0, 7, (N, 6)), torch.randint(0, 7, (N, 6))

@@ -106,13 +106,16 @@ class Quantities:
         known = isinstance(targets, Tensor) and targets.dim()
         sizes = [size_of_batch(t, self.batch_dim) for t in tensors_in((output, inputs)) if t.dim()]
         count = len(targets) if known else sizes[0]
+        shapes = [t.shape for t in tensors_in(output)]
+        dims = {d for d in (0, self.batch_dim) if any(s[d:][:1] == (count,) for s in shapes)}
+        alone = self.loss_fn is None or len(dims) != 1  # the outputs do not show their samples
         losses = []
         for n in range(count):
-            if self.loss_fn is None:  # the model's .loss is of the batch
-                loss = own_loss(call(model, one_sample(inputs, n, count, self.batch_dim)))
+            if alone:
+                one = call(model, one_sample(inputs, n, count, self.batch_dim))
             else:
-                alone = one_sample(output, n, count, self.batch_dim)
-                loss = self.loss_fn(alone, one_sample(targets, n, count, 0))
+                one = one_sample(output, n, count, *dims)
+            loss = (self.loss_fn or own_loss)(one, one_sample(targets, n, count, 0))
             losses.append(loss.detach().reshape(()))
         return torch.stack(losses)
 
@@ -148,20 +151,15 @@ class Quantities:
                 total[name] = total.get(name, 0) + each * p[:, k].to(each)
         return total if self.per != "model" else total[""]
 
-    def _logits(self, output: Any) -> Tensor:
-        if self.logits is not None:
-            return self.logits(output)
+    def _classes(self, output: Any) -> Tensor:
+        """[N, C] logits, float32 at least"""
         found = output if isinstance(output, Tensor) else part(output, "logits")
-        if not isinstance(found, Tensor):
+        logits = found if self.logits is None else self.logits(output)
+        if not isinstance(logits, Tensor):
             raise TypeError(
                 "the model must return its logits, a Tensor [N, C] or something with .logits; got "
                 f"{type(output).__name__}: say logits="
             )
-        return found
-
-    def _classes(self, output: Any) -> Tensor:
-        """[N, C] logits, float32 at least"""
-        logits = self._logits(output)
         if logits.dim() != 2 or logits.shape[1] < 2:
             raise ValueError(
                 f"logits must be [N, C] with C = 2 or more; got {list(logits.shape)}: say logits="

@@ -98,7 +98,8 @@ def score(
     * "egl": sum_c p_c |g_c|, with g_c the gradient of the cross entropy were c the label (expected
       gradient length, Settles and Craven 2008). Costs a forward and a backward for each class, or
       for each sample's `top_classes` likeliest (a lower bound). No targets.
-    * "loss": the sample's own loss. Costs a forward, as the next three do.
+    * "loss": the sample's own loss. Costs a forward, as the next three do; and one of each sample
+      alone where `loss_fn` is None, or the outputs do not have the samples in one dimension.
     * "el2n": |p - onehot(target)| (EL2N of Paul et al.). Needs no `loss_fn`.
     * "margin": p1 - p2 of the two largest probabilities; a small one is uncertain. No targets.
     * "entropy": -sum_c p_c log p_c, in nats. No targets.
@@ -120,8 +121,7 @@ def score(
         model: a module, or an iterable of them (a generator makes one at a time): the mean of
             their scores.
         loss_fn: (output, targets) -> the batch's loss, reduced as `loss_reduction` says. None: the
-            output's `.loss` (kind="loss" then calls the model once for each sample), or nothing
-            for kinds that need none.
+            output's `.loss`, or nothing for kinds that need none.
         loader: a DataLoader over a map-style dataset; its workers and collate_fn are used. Batches
             are moved to the model's device.
         per: "model", "module" or "parameter", as in `Probe.norms`; the latter two for one of the
@@ -208,11 +208,7 @@ def score(
 
 
 def _check(
-    kinds: Sequence[str],
-    per: str,
-    loss_fn: Loss | None,
-    top_classes: int | None,
-    options: dict[str, Any],
+    kinds: Sequence[str], per: str, loss_fn: Loss | None, top_classes: Any, options: dict[str, Any]
 ) -> None:
     check_per(per)
     named = ", ".join(map(repr, kinds))
