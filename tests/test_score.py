@@ -48,10 +48,8 @@ def whole_batches(data):
 
 
 LOADERS = {
-    "in order": lambda d: DataLoader(d, 4),
     "shuffled": lambda d: DataLoader(d, 4, shuffle=True),
     "the last dropped": lambda d: DataLoader(d, 5, shuffle=True, drop_last=True),
-    "one batch": lambda d: DataLoader(d, 100),
     "a subset": lambda d: DataLoader(d, 4, sampler=[3, 1, 19]),
     "with replacement": lambda d: DataLoader(d, 4, sampler=RandomSampler(d, True, 50)),
     "batches of one's own": lambda d: DataLoader(d, batch_sampler=[[5, 3, 3], [7], [20, 1, 0, 4]]),

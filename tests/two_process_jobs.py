@@ -11,6 +11,7 @@ import test_score_segments as segments
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from attach_models import Model
 from test_score_files import Counted
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -75,6 +76,10 @@ def a_sharded_model(n, folder):
     fully_shard(model)
     got = score(model, DataLoader(pool(n), 2))
     same(got, score(net(), DataLoader(pool(n), 2), distributed=False))
+    items = DataLoader([{"x": x, "labels": y} for x, y in pool(n)], 2)
+    whole = Model(lambda m, x, labels: {"loss": F.cross_entropy(m.net(x), labels)}, net=model)
+    got = torchgradx.score(whole, None, items, kind="loss", progress=False)  # a forward for each
+    same(got, score(net(), DataLoader(pool(n), 2), distributed=False, kind="loss"))
 
 
 def chosen_samples_of_several_models(folder):

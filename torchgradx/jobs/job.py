@@ -140,6 +140,7 @@ class Job:
         if sharded(inner.modules()):  # a sharded model's forward needs all ranks
             again = batches[0] if batches else np.zeros(1, np.int64)
             batches += [again] * (self.ranks.largest(count) - count)
+            self.quantity.forwards = self.ranks.largest(max(map(len, batches), default=0))
         total, before = int(self._mine.sum()), int((self._mine & gathered.done).sum())
         if before and self.shows:
             text = f"going on from {before:,} of {total:,} samples, in {gathered.path}"

@@ -76,6 +76,7 @@ class Quantities:
     logits: Logits | None
     top_classes: int | None
     options: Mapping[str, Any]  # of attach
+    forwards: int = 0  # of single samples a batch, at least: a sharded model's need all ranks
 
     def __post_init__(self) -> None:
         self.batch_dim = self.options.get("batch_dim", 0)
@@ -110,14 +111,15 @@ class Quantities:
         dims = {d for d in (0, self.batch_dim) if any(s[d:][:1] == (count,) for s in shapes)}
         alone = self.loss_fn is None or len(dims) != 1  # the outputs do not show their samples
         losses = []
-        for n in range(count):
+        for n in range(max(count, self.forwards) if alone else count):
+            n = min(n, count - 1)
             if alone:
                 one = call(model, one_sample(inputs, n, count, self.batch_dim))
             else:
                 one = one_sample(output, n, count, *dims)
             loss = (self.loss_fn or own_loss)(one, one_sample(targets, n, count, 0))
             losses.append(loss.detach().reshape(()))
-        return torch.stack(losses)
+        return torch.stack(losses[:count])
 
     def _norms(
         self, probe: Probe, output: Any, targets: Any, keep: bool, loss_fn: Loss | None = None
