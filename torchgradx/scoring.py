@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .attach import attach, set_aside
 from .graph.arguments import tensors_in
 from .graph.nodes import is_leaf, nodes_below, to_signed
+from .kept import model_kept
 from .options import Model, Parts, check_loss, check_per
 from .probe import Probe
 from .refusals import cause, refused_all
@@ -197,7 +198,7 @@ def norms_alone(
 ) -> Tensor | dict[str, Tensor]:  # fmt: skip
     """See `grad_norms` and `sample_norms`."""
     check_loss(loss_fn)
-    with norms_only(model, loss_reduction=loss_reduction, **options) as probe:
+    with model_kept(model), norms_only(model, loss_reduction=loss_reduction, **options) as probe:
         output = call(model, inputs)
         compare = compare and options.get("sample_ids") is None  # what it reads is by sample
         return sample_norms(probe, output, targets, loss_fn, per, loss_reduction, compare)
