@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, StackDatas
 
 import torchgradx
 from torchgradx import scoring
+from torchgradx.jobs.pool import moved
 
 N, C = 23, 4
 
@@ -50,7 +51,6 @@ def whole_batches(data):
 LOADERS = {
     "shuffled": lambda d: DataLoader(d, 4, shuffle=True),
     "the last dropped": lambda d: DataLoader(d, 5, shuffle=True, drop_last=True),
-    "a subset": lambda d: DataLoader(d, 4, sampler=[3, 1, 19]),
     "with replacement": lambda d: DataLoader(d, 4, sampler=RandomSampler(d, True, 50)),
     "batches of one's own": lambda d: DataLoader(d, batch_sampler=[[5, 3, 3], [7], [20, 1, 0, 4]]),
     "batches forever": lambda d: DataLoader(d, batch_sampler=Forever()),
@@ -131,6 +131,12 @@ def test_scores_are_had_in_inference_mode():
     with torch.inference_mode():
         assert torchgradx.verify(model, F.cross_entropy, *data.tensors).agrees
         np.testing.assert_array_equal(score(model, DataLoader(data, 4)), want)
+
+
+def test_a_packed_sequence_keeps_its_sizes_on_the_cpu():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    packed, other = moved((packed, torch.ones(2)), torch.device("meta"))
+    assert [t.device.type for t in (*packed[:2], other)] == ["meta", "cpu", "meta"]
 
 
 # ---- Nothing is left behind ----------------------------------------------------------------------

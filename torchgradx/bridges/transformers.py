@@ -31,8 +31,7 @@ class GradNorms(StepNorms, TrainerCallback):
         prefix: of the names logged: `<prefix>/mean`, `/median`, `/q90`, `/max`; "grad_norms".
         on_norms: called with (norms, global step) at each step.
         noise_scale: count each step into a `NoiseScale`, which the attribute of this name holds,
-            and log it.
-            Needs `max_grad_norm=0`: the trainer clips before it calls back.
+            and log it. Needs `max_grad_norm=0`: the trainer clips before it calls back.
         outliers: feed an `OutlierWatch`, which the attribute of this name holds, and log how many
             samples of the step it flags.
         options: of `attach`, but for those that the trainer decides.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 
@@ -46,7 +47,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
             put(other, name, map_leaves(function, part))
         return other
 
-    return tree_map(mapped, tree)
+    # A packed sequence moves some of its parts alone.
+    return tree_map(mapped, tree, is_leaf=lambda part: isinstance(part, PackedSequence))
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -18,10 +18,8 @@ Split = Callable[[Any], tuple[Any, Any]]
 Indices = NDArray[np.int64]
 
 # What a loader of our own, over the same dataset, takes over.
-COPIED = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
-    "multiprocessing_context",
-)
+COPIED = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
+          "multiprocessing_context")  # fmt: skip
 
 
 class Pool:
