@@ -198,6 +198,7 @@ def test_logits_are_found_in_what_a_model_returns():
     with pytest.raises(TypeError, match="logits="):
         score(deep, loader, None, kind="egl")
     named = DataLoader([(x, {"label": y}) for x, y in data], 4)
+    deep.requires_grad_(False)
     got = score(deep, named, lambda out, y: F.cross_entropy(out[1], y["label"]), kind="loss")
     torch.testing.assert_close(torch.tensor(got), by_definition(inner, data)["loss"])
 

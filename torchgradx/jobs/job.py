@@ -97,13 +97,13 @@ class Job:
         """Return the names of what is scored, in the parameters' order, and the scores' dtype."""
         table = Parameters(model)
         trainable = table.trainable()
-        wide = any(table.tensor(place).dtype == torch.float64 for place in trainable)
+        dtypes = {table.tensor(place).dtype for place in trainable or range(len(table.names))}
         names = [table.names[place] for place in trainable]
         if self.quantity.per == "model":
             names = list(self.quantity.kinds)
         elif self.quantity.per == "module":
             names = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-        return names, np.dtype(np.float64 if wide else np.float32)
+        return names, np.dtype(np.float64 if torch.float64 in dtypes else np.float32)
 
     def _begin(self, model: nn.Module, count: int, columns: list[str]) -> Gathered:
         """Start gathering for `count` models at least; the last may have begun before."""
