@@ -245,7 +245,7 @@ def columns_of(path):
 def read(path):
     columns = columns_of(path)
     if path.suffix != ".npz":
-        assert columns.pop("index").tolist() == list(range(N))
+        assert columns.pop("index").tolist() == [*range(len(next(iter(columns.values()))))]
     return columns
 
 
@@ -269,6 +269,8 @@ def test_a_file_holds_what_score_returns(tmp_path, ending):
 
 def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path):
     out = tmp_path / "scores.csv"
+    torchgradx.save_scores(out, {"user": [1, 2], "item": [3, 4]})  # of modules of these names
+    assert read(out).keys() == {"user", "item"}
     for scores in (torch.arange(3.0), [0.0, 1.0, 2.0], np.arange(3.0)):
         torchgradx.save_scores(out, scores)
         assert columns_of(out)["norm"].tolist() == [0, 1, 2]

@@ -201,6 +201,9 @@ def test_kinds_that_are_not_by_sample_are_refused():
     loader = DataLoader(graphs(), 4, collate_fn=concatenated)
     with pytest.raises(ValueError, match="needs a loss_fn with sample_ids"):
         torchgradx.score(nn.Linear(2, 2), None, loader, kind="loss", sample_ids=ids_of)
+    named = nn.ModuleDict({"item": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match="'item' is the name of a column with sample_ids"):
+        torchgradx.score(named, F.mse_loss, loader, per="module", sample_ids=ids_of)
     with pytest.raises(ValueError, match="sample_ids must name the same samples"):
         score([gpt(0), gpt(1)], Halved())
 

@@ -103,6 +103,8 @@ class Job:
             names = list(self.quantity.kinds)
         elif self.quantity.per == "module":
             names = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        for name in {"item", "id"}.intersection(names) if self.quantity.by_sample else ():
+            raise ValueError(f"{name!r} is the name of a column with sample_ids: rename the module")
         return names, np.dtype(np.float64 if torch.float64 in dtypes else np.float32)
 
     def _begin(self, model: nn.Module, count: int, columns: list[str]) -> Gathered:

@@ -19,8 +19,8 @@ Scores = NDArray[np.floating[Any]] | Tensor | Mapping[str, Any]
 def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "norm") -> None:
     """Write scores as the ending of `path` says; a file that is there is replaced at once.
 
-    .npz: an array [N] by name. .csv and .parquet: a column "index", 0 to N - 1 (unless there is
-    a column "item", as of `score(sample_ids=)`), and one by name.
+    .npz: an array [N] by name. .csv and .parquet: a column "index", 0 to N - 1 (unless there are
+    columns "item" and "id", as of `score(sample_ids=)`), and one by name.
 
     Args:
         path: ends in .npz, .csv or .parquet (which needs pyarrow).
@@ -38,8 +38,8 @@ def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "no
     lengths = {len(column) for column in columns.values()}
     if len(lengths) > 1:
         raise ValueError(f"scores must be of one length; got {sorted(lengths)}")
-    index = {} if "item" in columns else {"index": np.arange(max(lengths, default=0))}
-    indexed = {**index, **columns}
+    index = {"index": np.arange(max(lengths, default=0))}
+    indexed = columns if {"item", "id"} <= columns.keys() else {**index, **columns}
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with beside.open("wb") as file:
