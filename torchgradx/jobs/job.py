@@ -120,8 +120,8 @@ class Job:
         mark = fingerprint.of_model(model, not self.eval_mode) if shared or self.path else ""
         if shared and not self.ranks.agree(mark):
             raise ValueError(
-                "model must be the same on all ranks, and is not: load a checkpoint, or make it "
-                "from the same seed"
+                "model must be the same on all ranks, and is not: load a checkpoint, make it from "
+                "the same seed, or broadcast its buffers (DistributedDataParallel leaves them so)"
             )
         if count > len(gathered.models):
             gathered.begin(mark)
