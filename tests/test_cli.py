@@ -211,7 +211,6 @@ def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
         ("score: [Errno 2]", lambda: score(out="/proc/s.csv")),
         ("--split", lambda: score("--split", "mine.py:absent")),
         ("--device: tpu", lambda: score("--device", "tpu")),
-        ("--checkpoint: absent.pt", lambda: score("--checkpoint", "absent.pt")),
         ("--checkpoint: other.pt", lambda: score("--checkpoint", "other.pt")),
         ("--seeds", lambda: score("--seeds", "0")),
         ("kind must be one of", lambda: score("--kind", "length")),

@@ -274,8 +274,9 @@ def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path):
     for scores in (torch.arange(3.0), [0.0, 1.0, 2.0], np.arange(3.0)):
         torchgradx.save_scores(out, scores)
         assert columns_of(out)["norm"].tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match="one length"):
-        torchgradx.save_scores(out, {"a": np.zeros(2), "b": np.zeros(3)})
+    for scores in ({"a": np.zeros(2), "b": np.zeros(3)}, np.zeros((2, 2)), np.float64(1)):
+        with pytest.raises(ValueError, match="one length"):
+            torchgradx.save_scores(out, scores)
     assert os.listdir(tmp_path) == ["scores.csv"]
     assert columns_of(out)["norm"].tolist() == [0, 1, 2]
 

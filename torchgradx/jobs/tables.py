@@ -35,10 +35,10 @@ def save_scores(path: str | os.PathLike[str], scores: Scores, *, name: str = "no
     held = scores if isinstance(scores, Mapping) else {name: scores}
     arrays = (v.detach().cpu() if isinstance(v, Tensor) else v for v in held.values())
     columns = dict(zip(held, map(np.asarray, arrays), strict=True))
-    lengths = {len(column) for column in columns.values()}
-    if len(lengths) > 1:
-        raise ValueError(f"scores must be of one length; got {sorted(lengths)}")
-    index = {"index": np.arange(max(lengths, default=0))}
+    shapes = {column.shape for column in columns.values()}
+    if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
+        raise ValueError(f"scores must be [N], of one length; got {sorted(map(list, shapes))}")
+    index = {"index": np.arange(max(shapes, default=(0,))[0])}
     indexed = columns if {"item", "id"} <= columns.keys() else {**index, **columns}
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
