@@ -9,6 +9,7 @@ from attach_models import Model
 from attach_oracle import close, close_named, fingerprint, loop, per_model, per_module
 from test_score import Counting
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -54,6 +55,16 @@ def test_inputs_may_be_a_tuple_or_a_dictionary(kind):
     inputs = (left, right) if kind == "tuple" else {"right": right, "left": left}
     close(torchgradx.grad_norms(model, F.cross_entropy, inputs, y), want)
     assert str(torchgradx.verify(model, F.cross_entropy, inputs, y))
+
+
+def test_inputs_may_be_a_packed_sequence():
+    model = Model(lambda m, x: m.o(m.r(x)[1][0]), r=nn.GRU(3, 4), o=nn.Linear(4, 5)).double()
+    rows, y = [torch.randn(k, 3).double() for k in (2, 1, 3, 2, 1, 3)], torch.randint(0, 5, (N,))
+    packed = pack_sequence(rows, enforce_sorted=False)
+    one = lambda m, k: entropy(m, pack_sequence([rows[k]]), y[k])  # noqa: E731
+    got = torchgradx.grad_norms(model, F.cross_entropy, packed, y, batch_size=N)
+    close(got, per_model(loop(model, one, torch.arange(N))))
+    assert torchgradx.verify(model, F.cross_entropy, packed, y, batch_size=N).agrees
 
 
 def padded(model, x, y):  # a mean over tokens, of which samples have more or fewer

@@ -21,9 +21,7 @@ class Explanation(str):
         return f"<pre>{escape(self)}</pre>"
 
 
-def explanation(
-    layers: Sequence[Layer], parameters: Parameters, verbose: bool = False
-) -> Explanation:
+def explanation(layers: Sequence[Layer], parameters: Parameters, verbose: bool = False) -> str:
     """Return a summary, and a line for each layer; or all that was weighed (verbose)."""
     trainable = set(parameters.trainable())
     lines: list[str] = []
@@ -47,7 +45,7 @@ def explanation(
             lines += [title, *(f"  {line}" for line in full.splitlines())]
         else:
             lines.append(f"{title}: {brief}")
-    return Explanation("\n".join([_summary(words, again), *lines]))
+    return "\n".join([_summary(words, again), *lines])
 
 
 def _summary(words: Counter[str], again: Counter[str]) -> str:

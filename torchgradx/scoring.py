@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from .attach import attach, set_aside
 from .graph.arguments import tensors_in
@@ -26,7 +27,8 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return (args, kwargs) of a tensor, a tuple (positional arguments) or a dict (keywords)."""
     if isinstance(inputs, Mapping):
         return (), inputs
-    return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), {}
+    several = isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence)
+    return tuple(inputs) if several else (inputs,), {}
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

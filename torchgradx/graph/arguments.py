@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 
@@ -124,9 +124,8 @@ def has_flat_rows(first: Tensor, arguments: Any, n: int, batch_dim: int) -> bool
     """Return True if the first tensor has another size than N and no argument lists N tensors.
     Its rows may then be flattened or packed: rows of any sample."""
     args, kwargs = arguments
-    if size_of_batch(first, batch_dim) == n:
-        return False
-    return not any(_lists_samples(argument, n) for argument in (*args, *kwargs.values()))
+    lists = any(_lists_samples(argument, n) for argument in (*args, *kwargs.values()))
+    return size_of_batch(first, batch_dim) != n and not lists
 
 
 def _has_sizes(t: Tensor) -> bool:
@@ -138,6 +137,9 @@ def one_sample(tree: Any, sample: int, n: int, dim: int) -> Any:
     one of them. Nothing flows back to those given."""
 
     def one(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence) and leaf.batch_sizes[0] == n:
+            rows, lengths = pad_packed_sequence(leaf)
+            return pack_sequence([rows[: lengths[sample], sample].detach()])
         if not isinstance(leaf, Tensor) or not leaf.dim() or size_of_batch(leaf, dim) != n:
             return leaf
         d = dim if leaf.dim() > dim else 0

@@ -80,6 +80,5 @@ class Ranks:
 
 def _device() -> torch.device:
     """Return a device on which the process group can reduce."""
-    if "gloo" in dist.get_backend():
-        return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+    kind = None if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
+    return torch.device(kind or "cpu")
