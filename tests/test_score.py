@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, StackDatas
 
 import torchgradx
 from torchgradx import scoring
-from torchgradx.jobs.pool import moved
+from torchgradx.jobs.pool import moved, split_batch
 
 N, C = 23, 4
 
@@ -121,8 +121,9 @@ def test_scores_are_had_in_inference_mode():
         np.testing.assert_array_equal(score(model, DataLoader(data, 4)), want)
 
 
-def test_a_packed_sequence_keeps_its_sizes_on_the_cpu():
+def test_a_packed_sequence_is_one_input_and_keeps_its_sizes_on_the_cpu():
     packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    assert split_batch(packed)[0] is packed
     packed, other = moved((packed, torch.ones(2)), torch.device("meta"))
     assert [t.device.type for t in (*packed[:2], other)] == ["meta", "cpu", "meta"]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..graph.arguments import map_leaves
+from ..scoring import arguments_of
 
 Split = Callable[[Any], tuple[Any, Any]]
 Indices = NDArray[np.int64]
@@ -100,11 +101,10 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     """
     if isinstance(batch, Mapping):
         return batch, batch.get("labels")
-    if not isinstance(batch, (tuple, list)):
-        return batch, None
-    if len(batch) == 1:
-        return batch[0], None
-    *inputs, targets = batch
+    parts, _ = arguments_of(batch)
+    if len(parts) == 1:
+        return parts[0], None
+    *inputs, targets = parts
     return inputs[0] if len(inputs) == 1 else tuple(inputs), targets
 
 
