@@ -201,7 +201,6 @@ def test_arguments_of_a_sampler_are_refused_by_name():
     for kind, words, call in (
         (ValueError, "size", lambda: ImportanceSampler(0)),
         (ValueError, "num_samples", lambda: ImportanceSampler(3, num_samples=0)),
-        (ValueError, "batch_size", lambda: ImportanceSampler(3, batch_size=0)),
         (ValueError, "num_samples = 3", lambda: ImportanceSampler(3, batch_size=4)),
         (ValueError, "smoothing", lambda: ImportanceSampler(3, smoothing=0.0)),
         (ValueError, "as many as indices", lambda: sampler.update([1, 2], [1.0])),
