@@ -205,7 +205,6 @@ def test_a_wrong_argument_is_named_and_ends_with_2(user, capsys):
         ("say --split", lambda: score(data="mine.py:inputs")),
         ("--data: mine.py:Mixing must be", lambda: score(data="mine.py:Mixing")),
         ("--loss: expected cross_entropy", lambda: score("--loss", "crossentropy")),
-        ("--loss: torch.nn:Linear() failed", lambda: score("--loss", "torch.nn:Linear")),
         ("verify: loss_fn must return one number", lambda: verify("--loss", "mine.py:each")),
         ("say --split", lambda: verify(data="mine.py:inputs")),
         ("score: [Errno 2]", lambda: score(out="/proc/s.csv")),

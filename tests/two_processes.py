@@ -180,19 +180,20 @@ def clipping(make, wrap, where, options, bound=0.5):
     model = make()
     wrapped, probe, _ = attached(model, wrap, where, {"clip": True, "loss_scale": 0.5, **options})
     rank, deferred = dist.get_rank(), "weight_grad" in options
-    sizes = [(3, 1), (N, 2)]  # of each pass, by rank
+    sizes, inf = [(3, 1), (N, 2)], float("inf")  # of each pass, by rank
     with probe:
-        for limit in (bound, float("inf")):
+        for limits in ((bound, bound), (inf, inf), (inf, bound)):  # by rank
             model.zero_grad()
             with wrapped.no_sync():
                 (square(wrapped, samples(0, sizes[0][rank])) / 2).backward()
             (square(wrapped, samples(1, sizes[1][rank])) / 2).backward()
             before = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+            each = torch.full((sum(by_rank[rank] for by_rank in sizes),), limits[rank])
             with Counter(sent_by) as sent:
-                probe.clip_grad_norm_(limit)
+                probe.clip_grad_norm_(each if limits == (inf, bound) else limits[0])
             if deferred:
                 assert not any(g.any() for g in before if g is not None)
-            elif limit == float("inf"):
+            elif limits == (inf, inf):
                 for p, g in zip(model.parameters(), before, strict=True):
                     assert torch.equal(p.grad, g)
                 continue
@@ -202,7 +203,7 @@ def clipping(make, wrap, where, options, bound=0.5):
                 for r, n in enumerate(by_rank):
                     whole = lambda m, x, n=n: square(m, x.expand(n, -1, -1))  # noqa: E731
                     rows = gradients(make(), whole, samples(step, n, rank=r))
-                    factors = bounded(norms_of(rows, "model"), limit)
+                    factors = bounded(norms_of(rows, "model"), limits[r])
                     for name, g in weighted(rows, factors, "model").items():
                         want[name] = want[name] + g / n / 2 / 2
             same(model, want, 1e-9, {name: g.norm() + 1 for name, g in want.items()})

@@ -263,8 +263,8 @@ class Record:
             for key, places in self._groups(per).items()
         ]
         has_grads = self._options["weight_grad"] and factors is None and not drops
-        if has_grads and bool(torch.as_tensor(max_norm).isposinf().all()):
-            groups = []  # on every process: .grad stays as it is
+        if has_grads and getattr(max_norm, "shape", ()) == () and max_norm == float("inf"):
+            groups = []  # on every process, unlike a Tensor [N]: .grad stays as it is
         self.tape.clip(runs, groups, unscaled)
         return norms
 
