@@ -12,9 +12,7 @@ from grids import in_default_mode, thin
 
 # Here, before any test module is imported: many make tensors while they are.
 if "TORCHGRADX_TEST_DEVICE" in os.environ:
-    from on_device import make_all_tensors_on
-
-    make_all_tensors_on(os.environ["TORCHGRADX_TEST_DEVICE"])
+    torch.set_default_device(os.environ["TORCHGRADX_TEST_DEVICE"])
 
 
 # Their tests are few and long: begun last, one would keep a process busy when the others are done.

@@ -87,17 +87,3 @@ def test_stages_are_run_by_name_behind_the_build_that_is_kept(tmp_path):
     done, seen = run_stages(tmp_path, None, STAGES="models", MODELS="GPT|MLP", PROFILE="1")
     assert (seen[:-1], done.returncode) == (["build", "models"], 0)
     assert "--models GPT|MLP --profile" in (tmp_path / "build/gpu/logs/models.log").read_text()
-
-
-def test_tests_make_their_tensors_on_the_device_and_torchgradx_as_for_a_user():
-    program = """
-import on_device, torch, torchgradx
-on_device.make_all_tensors_on("meta")
-made = {"ours": "", "theirs": ""}
-for file, name in ((torchgradx.__file__, "ours"), ("test.py", "theirs")):
-    exec(compile("made[name] = torch.nn.Linear(2, 2).weight.device.type", file, "exec"))
-print(made["ours"], made["theirs"], torch.ones(1, device="cpu").device.type)
-"""
-    path = os.pathsep.join([str(ROOT / "tests"), *sys.path])
-    done = python("-W", "ignore", "-c", program, PYTHONPATH=path)
-    assert done.stdout.split() == ["cpu", "meta", "cpu"], done.stderr

@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parent.parent / "torchgradx"
 CSRC = ROOT.parent / "csrc"
@@ -146,3 +147,17 @@ def test_nothing_of_the_users_is_disassembled_and_no_frame_is_read():
     ]
     assert sources()
     assert not found
+
+
+def test_every_tensor_is_made_on_a_device_that_is_named():
+    """Else a user's torch.set_default_device decides, and what is computed meets on two devices."""
+    makers = {maker.__name__ for maker in _device_constructors()}
+    bare = [
+        f"{path.relative_to(ROOT.parent)}:{node.lineno}: {ast.unparse(node)}"
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func) in {f"torch.{maker}" for maker in makers}
+        and not {"device", None} & {word.arg for word in node.keywords}
+    ]  # fmt: skip
+    assert not bare

@@ -219,7 +219,7 @@ def _scale_of(inputs: Any, options: Mapping[str, Any]) -> Tensor:
     if callable(scale):
         scale = scale(*arguments_of(inputs)) if takes_call(scale) else scale()
     is_scaler = isinstance(scale, torch.amp.GradScaler)
-    return torch.as_tensor(scale.get_scale() if is_scaler else scale)
+    return torch.as_tensor(scale.get_scale() if is_scaler else scale, device="cpu")
 
 
 def _computed_by(model: nn.Module) -> dict[int, Any]:

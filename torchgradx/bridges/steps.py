@@ -80,17 +80,17 @@ class StepNorms:
             self.norms = {name: of * factor for name, of in named.items()}
             for name, of in self.norms.items():
                 logged[f"{self._prefix}/mean/{name or 'root'}"] = of.mean()
-        if self.noise_scale is not None:
+        if (noise := self.noise_scale) is not None:
             if scale != 1:
                 raise RuntimeError(
                     "noise_scale=True needs a training without a GradScaler, as in bfloat16: the "
                     "trainer unscales .grad before its callbacks see it"
                 )
-            self.noise_scale.update(self.probe)
-            logged[f"{self._prefix}/noise_scale"] = torch.tensor(self.noise_scale.noise_scale)
+            noise.update(self.probe)
+            logged[f"{self._prefix}/noise_scale"] = torch.tensor(noise.noise_scale, device="cpu")
         if self.outliers is not None:
             flagged = self.outliers.update(norms, step=step)
-            logged[f"{self._prefix}/outliers"] = torch.tensor(float(len(flagged)))
+            logged[f"{self._prefix}/outliers"] = torch.tensor(float(len(flagged)), device="cpu")
         if self._on_norms is not None:
             self._on_norms(self.norms, step)
         return logged

@@ -79,7 +79,7 @@ def _permute_back(node: Node, g: Tensor) -> Tensor | None:
 
 def is_transpose(node: Node) -> bool:
     """Return True if a node transposes matrices, and permutes no other dimensions."""
-    probe = torch.empty(1, *range(1, 1 + len(shape_of(node, 0))))  # of unequal sizes
+    probe = torch.empty(1, *range(1, 1 + len(shape_of(node, 0))), device="cpu")  # of unequal sizes
     permuted = _permute_back(node, probe)
     return permuted is not None and permuted.shape == probe.mT.shape
 

@@ -41,7 +41,7 @@ def select_by_indices(indices: Any, shape: Sequence[int]) -> Selection | None:
     if not leading:
         return None
     if leading[0] is None:
-        return Selection(torch.zeros(0), 0, -1)
+        return Selection(torch.zeros(0, device="cpu"), 0, -1)
     if any(index is None for index in leading):
         return None
     parts: list[Tensor] = []

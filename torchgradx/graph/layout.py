@@ -109,7 +109,7 @@ class Seeding:
         try:
             if self._half:
                 self._exponent = self._largest_exponent()
-            plain = self._plain = self._summaries(torch.full((self._n,), self._exponent))
+            plain = self._plain = self._summaries(self._exponent + 0 * digits[0])
             scaled = [self._summaries(self._exponent + digit) for digit in digits]
             found = self._findings(plain, scaled, digits)
             if any(isinstance(finding.layout, str) for finding in found):
@@ -126,7 +126,8 @@ class Seeding:
         of these samples are zero. layouts: of each use; None is not compared."""
         if not self._can_run:
             return False
-        loud = torch.rand(self._n, generator=torch.Generator().manual_seed(self._n)) < 0.5
+        generator = torch.Generator().manual_seed(self._n)
+        loud = torch.rand(self._n, generator=generator, device="cpu") < 0.5
         loud[0], loud[-1] = True, False
         try:
             found = self._summaries(torch.where(loud, 0, SILENT))
@@ -134,8 +135,7 @@ class Seeding:
             return False
         flags: list[Tensor] = []
         for k, rows in found.items():
-            layout = layouts[k]
-            if layout is None or not rows.elements:
+            if (layout := layouts[k]) is None or not rows.elements:
                 continue
             owner = self._owners(k).get(layout)
             if owner is None or rows.norms.numel() != len(owner):
@@ -165,7 +165,7 @@ class Seeding:
     def differs(self, heads: Heads, found: Sequence[Finding]) -> bool:
         """Run one backward from other dimensions of the outputs, and return True if the samples may
         as well be there: rows do not mix, and some layouts differ from `found`."""
-        digit = torch.arange(self._n) % (4 if self._half else 16)
+        digit = torch.arange(self._n, device="cpu") % (4 if self._half else 16)
         try:
             other = self._summaries(self._exponent + digit, heads)
         except Exception:
@@ -207,7 +207,7 @@ class Seeding:
     def _largest_exponent(self) -> int:
         """Return an exponent that leaves all finite: float16 has few numbers below 1e-4."""
         for exponent in (12, 9, 6, 3):
-            found = self._summaries(torch.full((self._n,), exponent + 3))
+            found = self._summaries(torch.full((self._n,), exponent + 3, device="cpu"))
             if all(bool(rows.norms.isfinite().all()) for rows in found.values()):
                 return exponent
         return 0
@@ -340,7 +340,7 @@ def owners(
 ) -> dict[int, Tensor]:
     """Return each layout that the sizes allow, with the sample of each row [prod(leads)].
     csrc/nodes/site.cpp has the same."""
-    row, found, leads = torch.arange(prod(leads)), {}, leads or [1]  # a scalar is one row
+    row, found, leads = torch.arange(prod(leads), device="cpu"), {}, leads or [1]
     if leads[0] % n == 0:
         found[BATCH] = row // (len(row) // n)
     if len(leads) > 1 and leads[1] == n:

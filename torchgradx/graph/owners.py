@@ -67,10 +67,10 @@ def segments_from(owners: Tensor, n: int, counts: Sequence[int] | None = None) -
     order = None
     if not in_order or changes >= max(MAX_RUNS, 2 * len(set(counts))):
         present.sort(key=lambda sample: counts[sample])
-        rank = torch.full((n + 1,), n)
-        rank[present] = torch.arange(len(present))
+        rank = torch.full((n + 1,), n, device="cpu")
+        rank[present] = torch.arange(len(present), device="cpu")
         order = rank.to(owners.device, non_blocking=True)[owners].argsort(stable=True)
-    samples = torch.tensor(present, dtype=torch.long).to(owners.device, non_blocking=True)
+    samples = torch.LongTensor(present).to(owners.device, non_blocking=True)  # made on the CPU
     alike = groupby(counts[sample] for sample in present)
     return _C.Segments(owners, order, samples, [(len(list(same)), rows) for rows, same in alike])
 
@@ -379,7 +379,7 @@ def _positions(node: Node, start: int, size: int, whole: int) -> Tensor:
     elif node.name() == "SliceBackward0":
         start, step = to_signed(node._saved_start), node._saved_step
         start = max(0, start + whole if start < 0 else start)
-    return torch.arange(start, start + size * step, step)
+    return torch.arange(start, start + size * step, step, device="cpu")
 
 
 OwnerRule = Callable[[_Walk, Node, Outs, int, Sizes], Iterator[Owned]]

@@ -39,7 +39,7 @@ def seeded_root(t: Tensor, exponents: Tensor, dim: int | Tensor) -> Tensor:
 
 def digits_of(n: int, base: int) -> list[Tensor]:
     """Return exponents [N] below `base`, one tensor per backward: the digits of each sample's n."""
-    samples = torch.arange(n)
+    samples = torch.arange(n, device="cpu")
     digits: list[Tensor] = []
     while not digits or base ** len(digits) < n:
         digits.append(samples // base ** len(digits) % base)
@@ -51,7 +51,7 @@ def halves(n: int) -> list[Tensor]:
     So for any two samples there is a mask that contains one and not the other."""
     count = next(k for k in range(2, n + 2) if comb(k, k // 2) >= n)
     subsets = list(islice(combinations(range(count), count // 2), n))
-    return [torch.tensor([k not in subset for subset in subsets]) for k in range(count)]
+    return [torch.tensor([k not in s for s in subsets], device="cpu") for k in range(count)]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def norms_of(value: Any) -> Tensor:
         return value.norms()
     norms: Any = value
     if isinstance(value, (np.ndarray, Sequence)) and not isinstance(value, str):
-        norms = torch.as_tensor(value)
+        norms = torch.as_tensor(value, device="cpu")
     if not isinstance(norms, Tensor):
         raise TypeError(f"norms must be a Tensor [N] or a probe; got {type(value).__name__}")
     if norms.dim() != 1:

@@ -136,7 +136,7 @@ class Job:
         inner, prefix = model, ""
         if isinstance(model, DistributedDataParallel):  # which would wait for the other ranks
             inner, prefix = model.module, "module"
-        first = next(itertools.chain(inner.parameters(), inner.buffers()), torch.empty(0))
+        first = next(itertools.chain(inner.parameters(), inner.buffers()), torch.Tensor())
         batches = self.pool.batches(self._mine & ~gathered.done)
         count = len(batches)
         if sharded(inner.modules()):  # a sharded model's forward needs all ranks

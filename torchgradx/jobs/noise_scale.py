@@ -164,19 +164,19 @@ class NoiseScale:
             grads = [p.grad for p in grad.parameters() if p.grad is not None]
             here, sharded = self._sq_grads({MODEL: grads})
         elif isinstance(grad, (Real, Tensor)) and not isinstance(grad, bool):
-            here = torch.as_tensor(grad).detach().double().cpu().reshape(1).square()
+            here = torch.as_tensor(grad, device="cpu").detach().double().reshape(1).square()
             sharded = torch.zeros_like(here)
         else:
             raise TypeError(
                 "update(norms, grad) needs the norm of the batch's mean gradient beside norms, or "
                 f"the model that holds it in .grad; got {type(grad).__name__}. A probe needs none"
             )
-        weights = torch.full((len(norms),), 1 / max(1, len(norms)), dtype=torch.float64)
+        weights = torch.ones(len(norms), dtype=torch.float64, device="cpu") / max(1, len(norms))
         return weights, {MODEL: norms}, here, sharded
 
     def _sq_grads(self, groups: Mapping[str, Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
         """[K], [K]: of gradients that are whole on this rank, and of those of which a part is."""
-        sums = torch.zeros(2, len(groups), dtype=torch.float64)
+        sums = torch.zeros(2, len(groups), dtype=torch.float64, device="cpu")
         found: list[tuple[int, int, Tensor]] = []
         for k, gradients in enumerate(groups.values()):
             for gradient in gradients:

@@ -85,7 +85,7 @@ class ImportanceSampler(Sampler[int]):
         if not 0 < smoothing <= 1:
             raise ValueError(f"smoothing must be above 0 and up to 1; got {smoothing!r}")
         self.smoothing = smoothing
-        self._norms = torch.full((self.size,), torch.nan, dtype=torch.float64)
+        self._norms = torch.full((self.size,), torch.nan, dtype=torch.float64, device="cpu")
         self._generator = torch.Generator().manual_seed(seed)
         self._resumed: int | None = None  # draws of this iteration that a restored state has seen
         self._begin()
@@ -97,13 +97,13 @@ class ImportanceSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         skipped, self._resumed = self._resumed, None
         if skipped is not None and skipped >= self.num_samples:  # it had come to its end
-            torch.rand(self.num_samples, dtype=torch.float64, generator=self._generator)
+            self._norms.new_empty(self.num_samples).uniform_(generator=self._generator)
             skipped = None
         if skipped is None:
             self._begin()
         # cumsum and searchsorted: torch.multinomial knows 2^24 categories at most
         edges = self._p.cumsum(0)
-        places = torch.rand(self.num_samples, dtype=torch.float64, generator=self._generator)
+        places = self._norms.new_empty(self.num_samples).uniform_(generator=self._generator)
         drawn = torch.searchsorted(edges, places * edges[-1], right=True)
         yield from drawn.clamp_(max=self.size - 1)[skipped or 0 :].tolist()
 

@@ -27,7 +27,7 @@ def items_of(
     by_row = grid and len(ids) == len(items)  # an item is a row
     if not n or (len(items) == n and not by_row):  # nothing but padding; or an item is a sample
         return items[:n], each, n, grid
-    row = torch.arange(len(items))[:, None] if by_row else torch.zeros((), dtype=torch.long)
+    row = torch.arange(len(items), device="cpu")[:, None] if by_row else 0
     keys = (row * n + ids)[ids >= 0].unique().numpy()  # by row, then by id
     places, samples = keys // n, keys % n
     in_one_row = len(np.unique(samples)) == len(samples)

@@ -43,7 +43,7 @@ class Inputs:
     @staticmethod
     def of(ids: Tensor | None, n: int) -> Inputs:
         """ids: the user's, negative for padding. None: one row for each sample."""
-        ids = torch.arange(n) if ids is None else ids
+        ids = torch.arange(n, device="cpu") if ids is None else ids
         return Inputs(torch.where(ids < 0, n, ids).flatten(), list(ids.shape), n)
 
     def are_joined_by(self, mask: Tensor | None) -> bool:

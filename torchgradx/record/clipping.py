@@ -232,7 +232,7 @@ class ClipTape:
         grads = {k: p.grad for k, p in enumerate(self._tensors) if p.grad is not None}
         for place in grads.keys() - written:  # only other processes' samples reached it
             other = self._other(place, unscaled)
-            grads[place].copy_(torch.zeros(()) if other is None else other)
+            grads[place].copy_(torch.zeros((), device="cpu") if other is None else other)
         mean_over(ddp, list(grads.values()))
 
 

@@ -328,7 +328,7 @@ class Pass:
 
     def total(self, places: Sequence[int] | None = None) -> Tensor:
         """Return [N] float64: the final squared norms of some parameters, or of all, summed."""
-        total = torch.zeros(self.n, dtype=torch.float64)
+        total = torch.zeros(self.n, dtype=torch.float64, device="cpu")
         for place in list(self._sq_norms) if places is None else places:  # threads may add more
             if place in self._sq_norms:
                 total += self._sq_norms[place].cpu()

@@ -210,7 +210,7 @@ class Record:
         """Return the products of each sample's gradient with the directions."""
         runs = self._in_order()
         sums_on, result = self._devices(runs)
-        found = [torch.zeros(run.n) if run.dots is None else run.dots for run, _ in runs]
+        found = [torch.zeros(r.n, device="cpu") if r.dots is None else r.dots for r, _ in runs]
         whole = _join([dots.to(sums_on, torch.float64) for dots in found])
         return (whole * self._all_factors(runs).to(sums_on)).to(**result)
 
@@ -293,7 +293,7 @@ class Record:
     def _all_factors(self, runs: _Runs) -> Tensor:
         """Return the factor of each sample that undoes the loss's reduction and scale."""
         factors = zip(runs, self._factors(runs, None), strict=True)
-        ones = [(torch.ones(run.n, dtype=torch.float64), f) for (run, _), f in factors]
+        ones = [(torch.ones(r.n, dtype=torch.float64, device="cpu"), f) for (r, _), f in factors]
         return _join([one * (f.cpu() if isinstance(f, Tensor) else f) for one, f in ones])
 
     def _factors(self, runs: _Runs, loss_scale: Scale | None) -> Iterator[Scale]:

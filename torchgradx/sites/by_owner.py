@@ -73,7 +73,7 @@ def run_by_owner(call: Call, unrecorded: Unrecorded) -> list[Gradients] | None:
         edges = [GradientEdge(node, 0) for node in nodes]
         arrived = dict(zip(nodes, pull(ends, edges, grads), strict=True))
         gradients = [take(arrived, found, n) for _, take in entries]
-        weights = torch.rand(n + 1, generator=torch.Generator().manual_seed(n)) + 0.5
+        weights = torch.rand(n + 1, generator=torch.Generator().manual_seed(n), device="cpu") + 0.5
         weights[n] = 0
         weights = weights.to(owners.device)
         weighed = [g * as_rows(weights[owners], g).to(g.dtype) for g in grads]

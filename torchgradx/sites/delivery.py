@@ -254,7 +254,7 @@ class Delivery:
             for column, g, waiting in zip(columns, gradients, waits, strict=True):
                 column.append(g if waiting else sq_norms(g))
         for place, waiting, column in zip(places, waits, columns, strict=True):
-            whole = torch.cat(column) if len(column) > 1 else next(iter(column), torch.zeros(0))
+            whole = torch.cat(column) if len(column) > 1 else next(iter(column), torch.Tensor())
             (run.add if waiting else run.finish)(place, whole)
         if dots:
             run.add_dots(torch.cat(dots))

@@ -151,7 +151,7 @@ def _run_vmap(call: Call) -> Chunks:
         """Return a number whose gradient is what one sample's `grads` pull back to; outputs."""
         args, kwargs = tree_unflatten(leaves, spec)
         every = tensors_in(functional_call(module, parameters, args, kwargs))
-        outputs, number = [every[k] for k in arrived], torch.zeros(())
+        outputs, number = [every[k] for k in arrived], torch.zeros((), device="cpu")
         for out, g in zip(outputs, grads, strict=True):
             if out.shape != g.shape:
                 raise ValueError(f"a sample's output is {out.shape}, its gradient {g.shape}")

@@ -20,7 +20,7 @@ class Packed:
     def __init__(self, sequence: PackedSequence) -> None:
         self.data, sizes, self._sorted, unsorted = sequence
         self.rows = int(sizes[0])
-        is_row = torch.arange(self.rows) < sizes[:, None]  # [T, N], samples sorted by length
+        is_row = torch.arange(self.rows, device="cpu") < sizes[:, None]  # [T, N], sorted by length
         steps, samples = (t.to(self.data.device) for t in is_row.nonzero(as_tuple=True))
         self.fields = [sizes, steps * self.rows + samples, self._sorted, unsorted]
         self.samples = samples if self._sorted is None else self._sorted[samples]

@@ -101,7 +101,7 @@ def _split(rows: Sequence[int], n: int, dim: int, batch_first: bool) -> Tensor |
 
 def _indices_along(rows: Sequence[int], dim: int) -> Tensor:
     """Return the index of each row in a dimension."""
-    return torch.arange(prod(rows)) // prod(rows[dim + 1 :]) % rows[dim]
+    return torch.arange(prod(rows), device="cpu") // prod(rows[dim + 1 :]) % rows[dim]
 
 
 def ends_of_node(

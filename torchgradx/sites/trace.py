@@ -174,7 +174,7 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
         return "value", value
     if isinstance(value, (int, float)):  # in a graph it may be a symbol
         dtype = torch.int64 if isinstance(value, int) else torch.float64
-        tensors.append(torch.tensor(value, dtype=dtype))
+        tensors.append(torch.tensor(value, dtype=dtype, device="cpu"))
         return "number", len(tensors) - 1
     if type(value) in (tuple, list):
         parts = [_describe(v, tensors) for v in value]
