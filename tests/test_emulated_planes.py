@@ -27,6 +27,7 @@ PROBLEMS = (
     Conv2d(2, 8, 8, (6, 9), (3, 3), padding=(0, 2), groups=8),
     Conv2d(2, 8, 8, (6, 9), (3, 3), (2, 1), (1, 1), groups=8),  # by taps
     Conv2d(2, 8, 8, (9, 7), (3, 3), (1, 1), (2, 2), (2, 2), 8),  # by taps
+    Conv2d(1, 8, 8, (16, 13), (3, 3), (1, 1), (2, 2), (2, 2), 8),  # static memory makes it 48 KB
 )
 
 

@@ -7,12 +7,34 @@
 // - half types through widen() and narrow(): torch builds without their operators.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <type_traits>
 #include <utility>
+
+namespace torchgradx::cuda {
+
+// Dynamic shared memory beyond 48 KB less the kernel's static memory must be asked for, on each device. All of it is,
+// once a kernel, since that takes a good part of a launch's time. Captured graphs allow it.
+inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, const void*>, size_t> allowed;
+  int device = 0;
+  const cudaError_t found = bytes ? cudaGetDevice(&device) : cudaSuccess;
+  if (bytes == 0 || found != cudaSuccess) return found;
+  const std::lock_guard<std::mutex> lock(mutex);
+  size_t& most = allowed[{device, kernel}];
+  if (bytes <= most) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  if (error == cudaSuccess) most = bytes;
+  return error;
+}
+
+}  // namespace torchgradx::cuda
 
 #ifdef CUDA_EMULATION
 #include "cuda_emulation.h"
@@ -31,22 +53,6 @@
 #define STATIC_SHARED(type, name, dims) __shared__ __align__(16) type name dims
 
 namespace torchgradx::cuda {
-
-// Beyond 48 KB of dynamic shared memory a kernel has to be asked first, on each device; captured graphs allow the
-// asking, which takes a good part of a launch's time.
-inline cudaError_t allow_shared(const void* kernel, size_t bytes) {
-  static std::mutex mutex;
-  static std::map<std::pair<int, const void*>, size_t> allowed;
-  int device = 0;
-  cudaError_t error = bytes > 48 * 1024 ? cudaGetDevice(&device) : cudaSuccess;
-  if (bytes <= 48 * 1024 || error != cudaSuccess) return error;
-  const std::lock_guard<std::mutex> lock(mutex);
-  size_t& most = allowed[{device, kernel}];
-  if (bytes <= most) return cudaSuccess;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
-  if (error == cudaSuccess) most = bytes;
-  return error;
-}
 
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,

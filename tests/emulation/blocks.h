@@ -38,6 +38,7 @@ struct Block {
   uint3 at{};
   size_t finished = 0;
   void* dynamic = nullptr;
+  size_t static_bytes = 0;
   std::map<const void*, void*> statics;
   std::vector<Thread> threads;
   std::vector<Warp> warps;

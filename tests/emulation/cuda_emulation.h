@@ -57,6 +57,7 @@ cudaError_t run(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes, 
 
 // Of the device that cuda_runtime.cpp describes.
 size_t most_shared_bytes();
+size_t dynamic_shared_bytes(const void* kernel, size_t static_bytes);  // at most, as it was asked for
 int64_t resident_blocks(size_t threads, size_t shared_bytes);
 
 void check_constant(const void* address, size_t bytes);  // by __ldg, which may miss what this launch has written
@@ -139,6 +140,8 @@ inline float __uint_as_float(uint32_t bits) {
 
 namespace torchgradx::cuda {
 
+inline cudaError_t allow_shared(const void* kernel, size_t bytes);  // device.cuh
+
 template <class... Parameters, class... Arguments>
 cudaError_t launch_emulated(unsigned cluster, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                             const Arguments&... arguments) {
@@ -146,6 +149,7 @@ cudaError_t launch_emulated(unsigned cluster, void (*kernel)(Parameters...), dim
     void (*kernel)(Parameters...);
     std::tuple<Parameters...> parameters;
   } const call{kernel, std::tuple<Parameters...>(arguments...)};
+  if (const cudaError_t error = allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes)) return error;
   const auto thread = [](const void* pointer) {
     const auto& call = *static_cast<const Call*>(pointer);
     std::apply(call.kernel, call.parameters);

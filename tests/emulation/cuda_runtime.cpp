@@ -20,10 +20,15 @@ extern std::string message;
 namespace {
 // Few, so that the small problems of tests are split over blocks as large ones are on a GPU.
 int multiprocessors = 5;
+std::map<const void*, size_t> asked;  // by kernel
 }  // namespace
 
 size_t most_shared_bytes() {
   return (cuda_emulation_sm90 ? 227 : 163) * 1024;
+}
+
+size_t dynamic_shared_bytes(const void* kernel, size_t static_bytes) {
+  return asked.count(kernel) ? asked[kernel] : 48 * 1024 - static_bytes;
 }
 
 int64_t resident_blocks(size_t threads, size_t shared_bytes) {
@@ -78,7 +83,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = found->second;
   return cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int bytes) {
+  cuda_emulation::asked[kernel] = size_t(bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {

@@ -27,7 +27,7 @@ Context scheduler;
 dim3 grid, block;
 size_t thread_count = 0, dynamic_bytes = 0, cluster = 1;
 void (*body)(const void*);
-const void* body_arguments;
+const void *body_arguments, *launched_kernel;
 bool failed = false, dry = false;
 Order order = Order::forward;
 std::mt19937 generator;
@@ -56,7 +56,7 @@ void start_block(size_t slot, int64_t number) {
   b.number = number;
   b.at = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y), unsigned(number / grid.x / grid.y)};
   b.finished = 0;
-  b.statics.clear();
+  b.statics.clear(), b.static_bytes = 0;
   b.threads.resize(thread_count);
   b.warps.resize(thread_count / 32);
   b.warp_epochs.assign(thread_count / 32, 0);
@@ -321,7 +321,12 @@ void* dynamic_shared() {
 
 void* static_shared(const void* site, size_t bytes) {
   void*& variable = current().statics[site];
-  if (!variable) variable = checker::allocate_shared(bytes, 16, "static shared memory");
+  if (!variable) {
+    variable = checker::allocate_shared(bytes, 16, "static shared memory");
+    current().static_bytes += bytes;
+    if (dynamic_bytes > dynamic_shared_bytes(launched_kernel, current().static_bytes))
+      report("%zu bytes of dynamic shared memory beside static memory were not asked for", dynamic_bytes);
+  }
   return variable;
 }
 
@@ -330,6 +335,7 @@ cudaError_t run(const void* kernel, dim3 grid_, dim3 block_, size_t shared_bytes
   const bool together = cluster_ > 0;
   cluster = std::max(1u, cluster_);
   grid = grid_, block = block_, dynamic_bytes = shared_bytes, body = thread, body_arguments = arguments;
+  launched_kernel = kernel;
   failed = false;
   thread_count = size_t(block.x) * block.y * block.z;
   if (!is_valid(shared_bytes)) {
