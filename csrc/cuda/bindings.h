@@ -85,6 +85,7 @@ class Run {
   }
 
   static void check(const char* what, cudaError_t error) {
+    if (error != cudaSuccess) cudaGetLastError();  // else the next launch would report it
     TORCHGRADX_CHECK(error == cudaSuccess, "torchgradx could not launch ", what, ": ", cudaGetErrorName(error), ", ",
                      cudaGetErrorString(error));
   }

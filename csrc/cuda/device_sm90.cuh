@@ -48,10 +48,11 @@ cudaError_t launch_together(void (*kernel)(Parameters...), unsigned cluster, uns
 template <class... Parameters>
 int resident_pairs(void (*kernel)(Parameters...), unsigned threads, size_t shared_bytes) {
   int count = 0;
-  if (allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes) != cudaSuccess) return 0;
   Together launch(2, 2, threads, shared_bytes, nullptr);
   launch.config.attrs = launch.attributes + 1, launch.config.numAttrs = 1;  // the cluster's alone
-  if (cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config) == cudaSuccess) return count;
+  if (allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes) == cudaSuccess &&
+      cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config) == cudaSuccess)
+    return count;
   cudaGetLastError();  // else the next launch would report it
   return 0;
 }
