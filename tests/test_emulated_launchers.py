@@ -77,6 +77,11 @@ def _taken(name, *arguments, multiprocessors=MULTIPROCESSORS):
     return operators().allocated()
 
 
+def test_no_rows_are_copied_for_segments_that_no_kernel_serves():
+    a, g = (torch.zeros(8, size, dtype=torch.bfloat16) for size in (72, 57))
+    assert _taken("segments_fused", a, g, torch.tensor([0, 3, 8]).int(), 5, True, True) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
 def test_workspaces_are_a_small_part_of_what_they_spare(shape, dtype):

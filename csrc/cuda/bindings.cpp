@@ -295,7 +295,9 @@ std::vector<Tensor> segments_fused(const Tensor& activations, const Tensor& grad
                    "starts must be [N + 1] of int32 on ", activations.device(), "; got ", starts.scalar_type(), " ",
                    starts.sizes(), " on ", starts.device());
   const int64_t N = starts.size(0) - 1;
-  if (N < 1 || s.T == 0 || s.O == 0 || s.I % 8 || s.I == 0 || activations.element_size() != 2) return {};
+  if (N < 1 || s.T == 0 || s.O == 0 || s.I % 8 || s.I == 0 || activations.element_size() != 2 ||
+      !Run(activations).device().sm90)  // before rows are aligned
+    return {};
   const Rows rows{aligned_rows(all_a), aligned_rows(all_g)};
   const auto problem = [&](const Run& run) {
     Conv2dProblem p = images_of_rows(rows, run);
