@@ -57,16 +57,12 @@ def in_place(y, change):
 
 # Where samples come in: of x [N, T, D] and s [T, D]
 WAYS = {
-    "added": lambda x, s: x + s,
-    "added, scaled": lambda x, s: torch.add(x, s, alpha=3),
-    "subtracted": lambda x, s: torch.sub(x, s, alpha=3),
-    "multiplied": lambda x, s: x * s,
-    "divided by": lambda x, s: x / (s.square() + 1),
-    "in place": lambda x, s: (x * 2).add_(s),
+    "added": lambda x, s: x + s, "added, scaled": lambda x, s: torch.add(x, s, alpha=3),
+    "subtracted": lambda x, s: torch.sub(x, s, alpha=3), "multiplied": lambda x, s: x * s,
+    "divided by": lambda x, s: x / (s.square() + 1), "in place": lambda x, s: (x * 2).add_(s),
     "into a part": lambda x, s: in_place(x * 2, lambda y: y[:, 1:].add_(s[1:])),
     "expanded": lambda x, s: x * s.expand(x.shape),
-    "one row": lambda x, s: x + s[:1].expand(x.shape),
-    "one number": lambda x, s: x * s.sum(),
+    "one row": lambda x, s: x + s[:1].expand(x.shape), "one number": lambda x, s: x * s.sum(),
     "one column": lambda x, s: x * s[:, :1],
     "repeated": lambda x, s: torch.cat([x, s.repeat(len(x), 1, 1)], 1),
     "rows repeated": lambda x, s: x.flatten(0, 1).mul(s.repeat(len(x), 1)).view(x.shape),
@@ -89,8 +85,7 @@ WAYS = {
     "bmm": lambda x, s: torch.bmm(x, s.T.expand(len(x), -1, -1)) @ s,
     "attention": lambda x, s: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None],
                                                              attn_mask=s @ s.T)[:, 0],
-    "maximum": lambda x, s: torch.maximum(x, s),
-    "where": lambda x, s: torch.where(x > 0, x, s),
+    "maximum": lambda x, s: torch.maximum(x, s), "where": lambda x, s: torch.where(x > 0, x, s),
     "norm": lambda x, s: F.layer_norm(x, (D,), s[0], s[1]),
     "transposed": lambda x, s: (x.transpose(0, 1) + s[:, None]).transpose(0, 1),
     "rows t*N+n": lambda x, s: (x.transpose(0, 1).flatten(0, 1) * s.repeat_interleave(len(x), 0)

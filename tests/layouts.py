@@ -21,11 +21,8 @@ def offset(x: Tensor) -> Tensor:
 
 
 LAYOUTS = {
-    "contiguous": lambda x: x,
-    "one_sample_expanded": lambda x: x[:1].expand_as(x),
+    "contiguous": lambda x: x, "one_sample_expanded": lambda x: x[:1].expand_as(x),
     "one_number_expanded": lambda x: x.flatten()[:1].view([1] * x.dim()).expand_as(x),
     "sequence_first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "cut_from_larger": cut_from_larger,
-    "strided_inside": strided_inside,
-    "offset": offset,
-}
+    "cut_from_larger": cut_from_larger, "strided_inside": strided_inside, "offset": offset,
+}  # fmt: skip

@@ -13,16 +13,13 @@ KINDS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN,
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn": nn.RNNCell,
          "rnn relu": lambda *args: nn.RNNCell(*args, nonlinearity="relu")}  # fmt: skip
 OPTIONS = {
-    "plain": {},
-    "batch first": {"batch_first": True},
-    "no biases": {"bias": False, "batch_first": True},
-    "two layers": {"num_layers": 2},
+    "plain": {}, "batch first": {"batch_first": True},
+    "no biases": {"bias": False, "batch_first": True}, "two layers": {"num_layers": 2},
     "both ways": {"bidirectional": True, "batch_first": True},
     "both ways, three layers": {"bidirectional": True, "num_layers": 3},
-    "dropout in eval": {"num_layers": 2, "dropout": 0.5},
-    "projected": {"proj_size": 2},
+    "dropout in eval": {"num_layers": 2, "dropout": 0.5}, "projected": {"proj_size": 2},
     "projected both ways, two layers": {"proj_size": 2, "bidirectional": True, "num_layers": 2},
-}
+}  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_option = pytest.mark.parametrize("option", OPTIONS)
 

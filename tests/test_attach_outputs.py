@@ -146,14 +146,11 @@ def chained():
 
 
 CHAINED = {
-    "the first": lambda a, b, c, d: a,
-    "the last": lambda a, b, c, d: c,
-    "the first two": lambda a, b, c, d: a.square() + b,
-    "ends": lambda a, b, c, d: a * c,
-    "all": lambda a, b, c, d: torch.cat([a, b, c, d], 1),
-    "one twice": lambda a, b, c, d: b * d,
+    "the first": lambda a, b, c, d: a, "the last": lambda a, b, c, d: c,
+    "the first two": lambda a, b, c, d: a.square() + b, "ends": lambda a, b, c, d: a * c,
+    "all": lambda a, b, c, d: torch.cat([a, b, c, d], 1), "one twice": lambda a, b, c, d: b * d,
     "what is detached": lambda a, b, c, d: c * a.detach(),
-}
+}  # fmt: skip
 MIXED = {
     "cells of an LSTM": (
         lambda: Model(lstm_cells_of_another, r=nn.LSTM(3, 5, batch_first=True),

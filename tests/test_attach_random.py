@@ -60,18 +60,15 @@ def places(m, x):
 
 BLOCKS = {
     "linear": lambda m, x: m.linear(x).tanh(),
-    "linear twice": lambda m, x: m.linear(m.linear(x).tanh()).sin(),
-    "norm": lambda m, x: m.norm(x),
+    "linear twice": lambda m, x: m.linear(m.linear(x).tanh()).sin(), "norm": lambda m, x: m.norm(x),
     "conv": lambda m, x: x + m.conv(x.transpose(1, 2)).transpose(1, 2),
-    "gru": lambda m, x: m.gru(x)[0],
-    "places": lambda m, x: x + places(m, x),
+    "gru": lambda m, x: m.gru(x)[0], "places": lambda m, x: x + places(m, x),
     "scored by places": lambda m, x: x + (x @ places(m, x).T).softmax(-1) @ places(m, x),
     "places first": lambda m, x: (x.transpose(0, 1) * places(m, x)[:, None]).transpose(0, 1),
-    "outputs": lambda m, x: sum(m.outputs(x)),
-    "scale": lambda m, x: x * m.scale,
+    "outputs": lambda m, x: sum(m.outputs(x)), "scale": lambda m, x: x * m.scale,
     "functional": lambda m, x: F.linear(x, m.last.weight, m.last.bias).tanh(),
     "product": lambda m, x: x + x @ m.linear.weight.t(),
-}
+}  # fmt: skip
 ENDINGS = {
     "head": lambda m, x: m.head(x),
     "table": lambda m, x: F.linear(x, m.table.weight),

@@ -265,12 +265,9 @@ def from_a_state(m, x):
 
 
 WAYS = {
-    "forwards": of(),
-    "both ways": of(bidirectional=True),
-    "from a state": of(from_a_state),
-    "called twice": of(lambda m, x: m.r(x)[0] + m.r(x.flip(1))[0]),
-    "weights tied": tied,
-}
+    "forwards": of(), "both ways": of(bidirectional=True), "from a state": of(from_a_state),
+    "called twice": of(lambda m, x: m.r(x)[0] + m.r(x.flip(1))[0]), "weights tied": tied,
+}  # fmt: skip
 every_way = pytest.mark.parametrize("make", WAYS.values(), ids=WAYS)
 
 

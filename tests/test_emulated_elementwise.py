@@ -119,15 +119,11 @@ def test_a_table_takes_its_sorted_ids_and_no_more(ids):
 
 
 LARGE = {  # N, T, G, K
-    "long": (8, 1024, 1, 768),
-    "samples": (4096, 16, 1, 1024),
-    "rows": (4096, 1, 1, 1024),
-    "too wide": (16, 512, 1, 16384),
-    "groups": (64, 784, 32, 16),
-    "one chunk of rows side by side": (16, 196, 32, 8),
-    "few positions a block": (8, 49, 2, 1024),
+    "long": (8, 1024, 1, 768), "samples": (4096, 16, 1, 1024), "rows": (4096, 1, 1, 1024),
+    "too wide": (16, 512, 1, 16384), "groups": (64, 784, 32, 16),
+    "one chunk of rows side by side": (16, 196, 32, 8), "few positions a block": (8, 49, 2, 1024),
     "many samples": (520, 40, 1, 16),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

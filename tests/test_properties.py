@@ -108,6 +108,14 @@ def test_the_squares_of_a_long_row_may_leave_float32s_range(backend, exponent):
     torch.testing.assert_close(sq_norms, linear_truth(a, b).sq_norms()[0], rtol=1e-6, atol=0)
 
 
+@each_way
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_zeros_times_what_is_not_finite_have_no_norm(backend, way, number):
+    a, b = operands(way)
+    a[0], b[0], a[1], b[1] = 0, number, number, 0
+    assert norms(backend, way, a, b)[0].isfinite().tolist() == [n > 1 for n in range(len(a))]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("rows", ["activations", "grad_output"])
 def test_a_gram_that_cancels_is_noticed(backend, rows, dtype):

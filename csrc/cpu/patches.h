@@ -167,7 +167,7 @@ struct Patches {
         sums[0] += source_kernels->sq_sum(source.at(n, y, 0, c), along.size, source.x);
     for (int64_t o = 0; o < rows; ++o)
       for (int64_t y = 0; y < height; ++y) sums[1] += grad_kernels->sq_sum(grads.at(n, y, 0, o), width, grads.x);
-    return sums[0] == 0 || sums[1] == 0;
+    return sums[0] * sums[1] == 0;  // not where 0 meets inf or nan
   }
 
   int64_t N, height, width, rows, channels, group_rows, groups;

@@ -101,7 +101,7 @@ struct Rows {
       largest[0] += source_kernels->sq_sum(source.at(n, 0, t, 0), inputs, source.c);
       largest[1] += grad_kernels->sq_sum(grads.at(n, 0, t, 0), rows, grads.c);
     }
-    return largest[0] == 0 || largest[1] == 0;
+    return largest[0] * largest[1] == 0;  // not where 0 meets inf or nan
   }
 
   int64_t N, height, width, rows, inputs;
