@@ -9,7 +9,7 @@ import recurrent_models as recurrent
 import torch
 from attach_models import Model, square
 from attach_modes import ANY, NATIVE, VMAP, a_few_modes, each_of, every_mode, fallback_mode
-from attach_oracle import check, tolerance
+from attach_oracle import check, close, loop_model, tolerance
 from attach_steps import exact_step, exact_steps, refused
 from clip_oracle import check_clip
 from recurrent_models import KINDS, OPTIONS, H, I, N, T, every_kind, every_option, made, net
@@ -338,3 +338,14 @@ def test_what_a_loss_writes_over_the_states_is_noticed_as_without_a_probe(write)
             square(model, x).backward()
         model.r.register_forward_hook(lambda m, args, out: (out[0].clone(), out[1]))
         exact_step(probe, model, x, rtol=tolerance(model, torch.float32))
+
+
+@served
+def test_a_default_device_is_for_what_the_user_makes():
+    model, batch = packed_net(nn.LSTM(I, H, batch_first=True)), (torch.randn(N, T, I), LENGTHS)
+    scale, want = torch.full((N,), 2.0), loop_model(model, square, *batch)
+    with torch.device("meta"), torchgradx.attach(model, loss_scale=scale) as probe:
+        (2 * square(model, *batch)).backward()
+        torchgradx.NoiseScale().update(probe)
+        assert len({*torchgradx.ImportanceSampler(9, num_samples=99)}) > 1
+    close(probe.norms().double(), want, 1e-4)
