@@ -193,19 +193,16 @@ def tied_to_a_head():
 
 
 BAGS = {
-    "max": bag(mode="max"),
-    "sum with padding": bag(mode="sum", padding_idx=2),
-    "by offsets": bag(by_offsets, mode="mean"),
-    "of other sizes": bag(of_other_sizes, mode="sum"),
-    "of other sizes, max": bag(of_other_sizes, mode="max"),
-    "sparse": bag(mode="sum", sparse=True),
+    "max": bag(mode="max"), "sum with padding": bag(mode="sum", padding_idx=2),
+    "by offsets": bag(by_offsets, mode="mean"), "of other sizes": bag(of_other_sizes, mode="sum"),
+    "of other sizes, max": bag(of_other_sizes, mode="max"), "sparse": bag(mode="sum", sparse=True),
     "weighted": weighted_bag,
     "several of a sample": bag(
         lambda m, ids: m.bag(ids.reshape(2 * len(ids), -1)).unflatten(0, (-1, 2)), mode="sum"
     ),
     "twice": bag(lambda m, ids: m.bag(ids[:, :3]) * m.bag(ids), mode="mean"),
     "its table in a head": tied_to_a_head,
-}
+}  # fmt: skip
 
 
 @both_dtypes

@@ -152,7 +152,7 @@ def test_tangents_go_through(name, options):
 @every_mode
 @each_model
 def test_several_gradients_at_once_come_back(name, options):
-    """is_grads_batched, as of a Jacobian: by the input, and by parameters."""
+    """is_grads_batched or vmap, as of a Jacobian: by the input, and by parameters."""
     model, twin, x = example(name)
     x.requires_grad_()
 
@@ -160,7 +160,8 @@ def test_several_gradients_at_once_come_back(name, options):
         out = m(x)
         given = torch.stack([torch.ones_like(out), out.detach()])
         sources = [x, *m.parameters()]
-        by_input = torch.autograd.grad(out, x, given, retain_graph=True, is_grads_batched=True)
+        kept = lambda g, **o: torch.autograd.grad(out, x, g, retain_graph=True, **o)  # noqa: E731
+        by_input = kept(given, is_grads_batched=True) + torch.func.vmap(kept)(given)
         return by_input + torch.autograd.grad(out, sources, given, is_grads_batched=True)
 
     want = several(twin)

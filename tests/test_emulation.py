@@ -70,8 +70,7 @@ def test_a_right_kernel_computes_what_cuda_would(name):
 FAULTS = {
     "reverse/no_barrier": "uninitialised|race: read",
     "reverse/divergent": "uninitialised|race: read",
-    "reverse/early_return": "divergence: .*__syncthreads",
-    "rotate_twice/no_barrier": "race: ",
+    "reverse/early_return": "divergence: .*__syncthreads", "rotate_twice/no_barrier": "race: ",
     "swap_lanes/no_barrier": "uninitialised|race: ",
     "swap_lanes/across_warps": "uninitialised|race: ",
     "shared/out_of_bounds": "read of 4 bytes at offset 256 of 256 bytes of dynamic shared memory",
@@ -80,16 +79,14 @@ FAULTS = {
     "global/between_blocks": "race: write at offset .* by another block",
     "global/write_input": "write at offset .* of an input",
     "global/read_other_block": "race: .* by another block",
-    "vector/misaligned": "type_mismatch|misaligned",
-    "index/overflow": "(add|mul)_overflow",
+    "vector/misaligned": "type_mismatch|misaligned", "index/overflow": "(add|mul)_overflow",
     "shuffle/divergent": "divergence: warp operation",
-    "shuffle/partial_mask": "mask 0000ffff leaves out lanes",
-    "copy/no_wait": "still being copied",
+    "shuffle/partial_mask": "mask 0000ffff leaves out lanes", "copy/no_wait": "still being copied",
     "copy/wait_too_short": "still being copied",
     "copy/no_barrier": "still being copied|uninitialised|race: ",
     "copy/misaligned": "misaligned cp.async of 16 bytes",
     "copy/never_waited": "1 asynchronous copies it never waited for",
-}
+}  # fmt: skip
 
 
 def test_every_kernel_of_the_table_is_tested():

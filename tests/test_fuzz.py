@@ -66,13 +66,10 @@ def elementwise(rng):
 
 
 VALID = {  # by what an operator's name begins with; else a Linear's
-    "conv2d": conv2d,
-    "embedding": embedding,
-    "gather_sq": embedding,
-    "gather_dots": gather_dots,
+    "conv2d": conv2d, "embedding": embedding, "gather_sq": embedding, "gather_dots": gather_dots,
     "turned": lambda rng: {"input": torch.ones([rng.choice((0, 1, 2, 5)) for _ in range(3)])},
     **dict.fromkeys(("affine", "prelu", "moments"), elementwise),
-}
+}  # fmt: skip
 
 
 def valid(name, names, rng):

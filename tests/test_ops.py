@@ -124,14 +124,11 @@ def _elementwise_arguments(operator, bias):
     return {
         "affine_sq_norms": (x, g, mean, rstd, bias),
         "affine_fused": (x, g, weight, mean, rstd, False, scale, bias),
-        "affine_by_sample": (x, g, weight, mean, rstd, False, bias),
-        "prelu_sq_norms": (x, g),
-        "prelu_fused": (x, g, weight, scale),
-        "moments": (x, 1e-5, bias, True),
-        "turned": (x[:, :, 0].mT,),
-        "gather_sq_norms": (ids, g[..., 0], 2),
+        "affine_by_sample": (x, g, weight, mean, rstd, False, bias), "prelu_sq_norms": (x, g),
+        "prelu_fused": (x, g, weight, scale), "moments": (x, 1e-5, bias, True),
+        "turned": (x[:, :, 0].mT,), "gather_sq_norms": (ids, g[..., 0], 2),
         "gather_dots": (ids, g[..., 0], x[:, :3, 0, :2], torch.ones(3, 3, 6), None),
-    }[operator]
+    }[operator]  # fmt: skip
 
 
 def _arguments(operator, bias):

@@ -77,8 +77,11 @@ struct RecurrentNode : SavingNode {
     std::vector<Steps> steps;
     for (size_t k = num_outputs(); k < all.size(); k += 2) steps.push_back({all[k], all[k + 1], late && steps.empty()});
     all.resize(num_outputs());
-    return at::GradMode::is_enabled() || several_at_once() ? of_framework(all, grads)
-                                                           : of_ours(all, steps, grads, recorded);
+    // Those of torch.func.vmap have no memory of their own.
+    const bool mapped =
+        std::any_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined() && !g.has_storage(); });
+    return at::GradMode::is_enabled() || several_at_once() || mapped ? of_framework(all, grads)
+                                                                     : of_ours(all, steps, grads, recorded);
   }
 
   // Under create_graph, and for gradients of several backwards: as autograd makes them, by running the layer again.
