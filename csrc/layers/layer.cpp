@@ -82,10 +82,11 @@ std::optional<Tensor> rows_by_sample(const Tensor& t, int64_t n, Layout layout) 
   if (layout == Layout::kSecond || (layout == Layout::kSequence && t.dim() > 2 && t.size(1) == n))
     return rows_by_sample(t.transpose(0, 1), n, Layout::kBatch);
   if (n == 0 ? lead != 0 : lead % n != 0) return std::nullopt;
-  int64_t positions = n == 0 ? 0 : lead / n;
-  for (int64_t d = 1; d < t.dim() - 1; ++d) positions *= t.size(d);
+  int64_t of_row = 1;
+  for (int64_t d = 1; d < t.dim() - 1; ++d) of_row *= t.size(d);
+  const int64_t positions = n == 0 ? 0 : lead / n * of_row;
   if (layout == Layout::kSequence && n > 0) {
-    const Tensor minor = t.reshape({lead / n, n, -1, features}).transpose(0, 1);
+    const Tensor minor = t.reshape({lead / n, n, of_row, features}).transpose(0, 1);
     return minor.size(2) == 1 ? minor.squeeze(2) : minor.reshape({n, positions, features});
   }
   return viewed(t, {n, positions, features});

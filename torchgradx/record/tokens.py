@@ -118,7 +118,7 @@ class TokenWatch:
     def _look(self, number: int, n: int, dim: int, grads: tuple[Tensor | None, ...]) -> None:
         """Note if samples have different counts of zero rows in an output's gradient."""
         grad = grads[number]
-        if grad is None or not self.on:
+        if grad is None or grad.layout is not torch.strided or not grad.numel() or not self.on:
             return
         if in_batched_backward() or torch._C._are_functorch_transforms_active():
             return

@@ -272,7 +272,7 @@ class Delivery:
             if compared[k]:
                 parameter = parameter_of(use.module, call.names[k])
                 summed = total(g) if parameter is None else total(g).view_as(parameter)
-                bias_terms = bias_term_size(call, call.names[k]) * len(g) / n
+                bias_terms = bias_term_size(call, call.names[k]) * len(g) / max(1, n)
                 dtypes = {use.regime.autocast or summed.dtype}
                 dtypes.update(g.dtype for g in call.grads if g is not None)
                 rounding = (terms + bias_terms) * max(torch.finfo(dtype).eps for dtype in dtypes)
