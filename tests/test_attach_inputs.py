@@ -206,16 +206,16 @@ def test_states_that_are_detached_in_place(kind, dtype, options):
 
 
 EMPTY = {
-    "samples": (lambda m, x: m.l(x, x), nn.Bilinear(3, 3, 2), (0, 3), 0),
-    "outputs": (lambda m, x: m.l(x), nn.Linear(3, 0), (N, 2, 3), 0),
-    "zeros": (lambda m, x: m.l(x).to_sparse(), nn.Linear(3, 2), (N, 2, 3), 0),
-    "inputs": (lambda m, x: m.l(x.flatten(0, 1)).view(5, N, 2), nn.Linear(0, 2), (5, N, 0), 1),
+    "samples": (Model(lambda m, x: m.l(x, x), l=nn.Bilinear(3, 3, 2)), (0, 3), 0),
+    "outputs": (nn.Linear(3, 0), (N, 2, 3), 0),
+    "zeros": (Model(lambda m, x: (x * m.w).to_sparse(), w=torch.ones(3)), (N, 2, 3), 0),
+    "in": (Model(lambda m, x: m.l(x.flatten(0, 1)).view(5, N, 2), l=nn.Linear(0, 2)), (5, N, 0), 1),
 }
 
 
 @pytest.mark.parametrize("name", EMPTY)
 def test_where_there_is_nothing_no_backward_fails(name):
-    forward, layer, shape, dim = EMPTY[name]
-    with torchgradx.attach(model := Model(forward, l=layer), batch_dim=dim) as probe:
+    model, shape, dim = EMPTY[name]
+    with torchgradx.attach(model, batch_dim=dim) as probe:
         model(torch.randn(shape)).to_dense().square().sum().backward()
         assert probe.norms().shape == shape[dim : dim + 1]

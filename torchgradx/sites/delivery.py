@@ -125,8 +125,8 @@ class Delivery:
         if not use.run.arrive(needed, True):
             return
         for k, number in ends:
-            g = incoming[number]
-            use.grads[k] = None if g is None else g.reshape(use.shapes[k])
+            if (g := incoming[number]) is not None:
+                use.grads[k] = (g.to_dense() if g.is_sparse else g).reshape(use.shapes[k])
         use.arrivals.append(task)
         if torch.is_grad_enabled():
             return  # create_graph: refused when norms are read
