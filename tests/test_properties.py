@@ -116,6 +116,19 @@ def test_zeros_times_what_is_not_finite_have_no_norm(backend, way, number):
     assert norms(backend, way, a, b)[0].isfinite().tolist() == [n > 1 for n in range(len(a))]
 
 
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("sizes", [(40, 3, 2, 1), (42, 5, 2, 1), (9, 3, 1, 4)])
+def test_pixels_that_no_output_sees_may_be_infinite(backend, sizes, form):
+    """19 outputs along a side: two tiles of a GPU, the second cut in the middle of two rows."""
+    size, *geometry = [(each, each) for each in sizes]
+    problem = Conv2d(1, 8, 8, size, *geometry[:2], dilation=geometry[2], groups=8)
+    x, b = (t.contiguous(memory_format=form) for t in problem.operands(torch.bfloat16, "gaussians"))
+    unseen = [k for k in range(sizes[0]) if (k % 4 if sizes[3] > 1 else k == sizes[0] - 1)]
+    x[..., unseen, :] = x[..., unseen] = float("inf")
+    sq_norms = backend.norms("direct", *to(backend, x, b), problem)
+    assert_sq_norms(sq_norms.cpu(), conv2d_truth(x, b, problem), "direct", x.dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("rows", ["activations", "grad_output"])
 def test_a_gram_that_cancels_is_noticed(backend, rows, dtype):

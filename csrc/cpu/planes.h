@@ -28,8 +28,10 @@ class PlaneCorrelation {
       for (int64_t kx = 0; kx < along.taps; ++kx) {
         const int64_t y = ky * down.dilation, x = kx * along.dilation;
         const Phase phase{y % down.stride, x % along.stride};
-        auto found = std::find(phases_.begin(), phases_.end(), phase);
+        auto found = std::find_if(phases_.begin(), phases_.end(),
+                                  [&](const Phase& p) { return p.y == phase.y && p.x == phase.x; });
         if (found == phases_.end()) found = phases_.insert(found, phase);
+        found->down = std::max(found->down, y / down.stride), found->along = std::max(found->along, x / along.stride);
         offsets_.push_back((found - phases_.begin()) * plane_ + y / down.stride * line_ + x / along.stride);
       }
   }
@@ -56,8 +58,7 @@ class PlaneCorrelation {
 
  private:
   struct Phase {
-    int64_t y, x;
-    bool operator==(const Phase&) const = default;
+    int64_t y, x, down = 0, along = 0;  // and how far its taps reach, beyond which pixels may be inf or nan
   };
 
   void band(int64_t n, int64_t group, int64_t y, int64_t x, Workspace<acc_t>& workspace, acc_t* sums) {
@@ -68,7 +69,8 @@ class PlaneCorrelation {
     acc_t* const grads = workspace.panels.get(plane_);
     for (int64_t c = 0; c < layer_.channels; ++c)
       for (size_t p = 0; p < phases_.size(); ++p)
-        pack_image(images + c * image + int64_t(p) * plane_, n, group * layer_.channels + c, y, x, phases_[p]);
+        pack_image(images + c * image + int64_t(p) * plane_, n, group * layer_.channels + c, y, x, high, wide,
+                   phases_[p]);
     for (int64_t r = 0; r < layer_.group_rows; ++r) {
       std::fill(grads, grads + count, acc_t(0));
       layer_.grad_kernels->pack(grads, line_, layer_.grads.at(n, y, x, group * layer_.group_rows + r), high, wide,
@@ -81,13 +83,14 @@ class PlaneCorrelation {
   }
 
   // out[line, pixel] = the padded image's pixel ((y + line) stride + phase.y, (x + pixel) stride + phase.x)
-  void pack_image(acc_t* out, int64_t n, int64_t channel, int64_t y, int64_t x, const Phase& phase) const {
+  void pack_image(acc_t* out, int64_t n, int64_t channel, int64_t y, int64_t x, int64_t high, int64_t wide,
+                  const Phase& phase) const {
     std::fill(out, out + plane_, acc_t(0));
     const Axis &down = layer_.down, &along = layer_.along;
     const int64_t first_y = down.pixel(y, phase.y), step_y = down.stride * down.step;
     const int64_t first_x = along.pixel(x, phase.x), step_x = along.stride * along.step;
-    const auto [top, bottom] = down.inside(first_y, step_y, lines_);
-    const auto [left, right] = along.inside(first_x, step_x, line_);
+    const auto [top, bottom] = down.inside(first_y, step_y, high + phase.down);
+    const auto [left, right] = along.inside(first_x, step_x, wide + phase.along);
     if (top == bottom || left == right) return;
     layer_.source_kernels->pack(out + top * line_ + left, line_,
                                 layer_.source.at(n, first_y + top * step_y, first_x + left * step_x, channel),
@@ -106,6 +109,11 @@ inline bool suits_planes(const ConvShape& s) {
   const double high = double(std::min(s.outH, kPlane)) + double(s.kH - 1) * double(s.dilationH);
   const double wide = double(std::min(s.outW, kPlane)) + double(s.kW - 1) * double(s.dilationW);
   const bool few = s.C == s.groups || (s.groups > 1 && pairs <= 4);
+  // Taps further apart than the outputs reach leave out pixels between them, which zeros would meet here.
+  const auto gaps = [](int64_t taps, int64_t dilation, int64_t stride, int64_t outputs) {
+    return taps > 1 && dilation / std::gcd(dilation, stride) > outputs;
+  };
+  if (gaps(s.kH, s.dilationH, s.strideH, s.outH) || gaps(s.kW, s.dilationW, s.strideW, s.outW)) return false;
   return few && taps <= kMostTaps && pairs * taps <= kMostKept &&
          high * wide * std::min(taps, double(s.strideH) * double(s.strideW)) <= kMostPixels;
 }
