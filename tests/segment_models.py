@@ -369,7 +369,7 @@ class Experts(nn.Module):
             rows, slot = (top == k).nonzero(as_tuple=True)
             if self.way == "heads" and len(rows):
                 q = q.index_add(0, 2 * rows + slot, expert(f[rows]))
-            if self.way in ("index_add", "positions") and len(rows):
+            if self.way in ("index_add", "positions", "tied") and len(rows):
                 y = y.index_add(0, rows, expert(f[rows]) * weight[rows, slot, None])
             elif self.way == "by choice":
                 slot, rows = (top == k).T.nonzero(as_tuple=True)  # first choices first
@@ -385,4 +385,5 @@ class Experts(nn.Module):
         if self.way == "heads":  # as JetMoE's: each choice makes two heads
             q = q.view(*h.shape[:2], 4, 4).transpose(1, 2)
             y = (q @ q.mT).softmax(-1).matmul(q).transpose(1, 2).unflatten(2, (2, 2)).sum(2)
-        return self.head(h + y.reshape(h.shape))
+        h = h + y.reshape(h.shape)
+        return F.linear(h, self.emb.weight) if self.way == "tied" else self.head(h)

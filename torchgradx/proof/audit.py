@@ -62,7 +62,7 @@ class Audit:
         self.lift = Lift(shared, self._is_compared)
         self.examiner = Examiner(shared, self.forwards, self.lift)
         self._pending: list[_Pending] = []
-        self._latest: Verdict | None = None
+        self.latest: Verdict | None = None
         self._lock = threading.RLock()  # for _pending, _midway and the hooks
         self._midway: set[int] = set()  # tasks that had begun when the comparison started
         self._hooks = ParameterHooks()
@@ -82,7 +82,7 @@ class Audit:
 
     def start_forward(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
         """Begin the trace of a forward, and watch it if its pass will need a new verdict."""
-        latest, saw_zeros = self._latest, self._latest and self._latest.zeros_version is not None
+        latest, saw_zeros = self.latest, self.latest and self.latest.zeros_version is not None
         if latest and saw_zeros and latest.has_expired(self._parameters.tensors()):
             self.forwards.watch_again()
         self.forwards.start(n, model, arguments, batch_dim)
@@ -154,7 +154,7 @@ class Audit:
             if verdict is not None:
                 store(self._verdicts, key, verdict)
         verdict = verdict or self._prove(forward, key, cached)
-        self._latest = verdict
+        self.latest = verdict
         verdict.apply(run)
         forward.place_segments()
         if self._parameters.gathered():

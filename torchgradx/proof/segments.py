@@ -165,7 +165,8 @@ class SegmentExaminer:
         if -1 in failed:
             return
         served = refused - failed
-        if not failed and SHARED not in run.layouts and {site for site, _ in causes} == refused:
+        lifts = self._audit.latest and self._audit.latest.plan  # in the structure of this pass only
+        if not (failed or lifts) and {site for site, _ in causes} == refused:
             self._routed[forward.trace.regime] = True
             served = used
         run.refusals = [(site, why) for site, why in causes if site not in served]
