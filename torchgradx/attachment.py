@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .extension import NATIVE
-from .graph.arguments import batch_size, is_broadcast, tensors_in
+from .graph.arguments import batch_size, is_broadcast, sample_rows, tensors_in
 from .graph.layout import NOWHERE
 from .graph.modes import without_user_modes
 from .hooks.engine import weakly
@@ -28,7 +28,7 @@ from .options import move_directions, place_directions
 from .proof.audit import Audit
 from .proof.forwards import Forward
 from .proof.samples import Samples
-from .proof.segments import SegmentExaminer, sample_rows
+from .proof.segments import SegmentExaminer
 from .proof.verdict import Verdict, cache_of
 from .record.backwards import Backwards
 from .record.checkpoints import PassOptions

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..graph.nodes import Node, shape_of
-from ..graph.owners import segments_from
+from ..graph.segments import segments_from
 from ..graph.sizes import row_dims
 from ..plan.cost import CODES, plan, rounded
 from ..plan.gpu import Problem, gpu_of

@@ -92,6 +92,27 @@ def batch_size(options: Mapping[str, Any], args: Any, kwargs: Any) -> int | None
     return None
 
 
+def sample_rows(options: Mapping[str, Any], args: Any, kwargs: Any) -> tuple[Tensor, int] | None:
+    """Return the ids that the user's `sample_ids` gives, and N; None if there is no such option."""
+    if options["sample_ids"] is None:
+        return None
+    ids = options["sample_ids"](args, kwargs)
+    is_whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex())
+    if not is_whole or ids.dtype is torch.bool:
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"sample_ids(args, kwargs) must return a LongTensor; got {got}")
+    if ids.dim() not in (1, 2):
+        raise ValueError(
+            f"sample_ids(args, kwargs) must return ids [rows] or [B, T]; got shape "
+            f"{list(ids.shape)}"
+        )
+    highest, size = int(ids.max()) if ids.numel() else -1, options["batch_size"]
+    n = highest + 1 if size is None else size(args, kwargs) if callable(size) else size
+    if highest >= n:
+        raise ValueError(f"sample_ids(args, kwargs) has the id {highest}, and batch_size= is {n}")
+    return ids.detach().long().clone(), n
+
+
 def is_broadcast(options: Mapping[str, Any], arguments: Any, outputs: Any) -> bool:
     """Return True if N = 1 was read off a first tensor that is broadcast against larger ones."""
     dim = options["batch_dim"]

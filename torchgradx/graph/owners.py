@@ -14,15 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate
 from math import prod
 from operator import mul, or_
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..extension import _C, NATIVE
 from .indices import LOOKUP, READING, saved_dim, selected_by
 from .layout import nodes_in_order, read_flags
 from .nodes import Edge, Node, is_leaf, shape_of, to_signed
@@ -31,8 +29,8 @@ from .unpacking import saved_value
 Sizes = Sequence[int]
 Outs = dict[int, "Owned"]  # by the outputs of a node
 BROADCASTING = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")
-MAX_RUNS = 16  # runs of samples with equal lengths; with more of them, rows are sorted by length
 MAX_FLAGS = 8  # of one output
+ATTENTION = "ScaledDotProduct"  # how the names of its nodes begin
 OWN, UNORDERED, MIXED = 1, 2, 4  # see own_rows()
 # The operand of a product that has the rows of the output.
 ROWS_OPERAND = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0,
@@ -49,41 +47,6 @@ class Owned:
     flags: tuple[Tensor, ...] = ()  # bool []: if one is True, a row here belongs to several samples
 
 
-class Segments(NamedTuple):
-    """The twin of C++'s Segments, without the extension."""
-
-    owners: Tensor
-
-
-def segments_from(owners: Tensor, n: int, counts: Sequence[int] | None = None) -> Any:
-    """Return the segments of rows with these owners. To kernels, a run of samples with as many rows
-    each is one batch. counts: the rows of each sample, if known; the rows are in no order then."""
-    if not NATIVE:
-        return Segments(owners)
-    in_order = counts is None and bool((owners[1:] >= owners[:-1]).all())
-    counts = torch.bincount(owners, minlength=n + 1)[:n].tolist() if counts is None else counts
-    present = [sample for sample, count in enumerate(counts) if count]
-    changes = sum(counts[a] != counts[b] for a, b in pairwise(present))
-    order = None
-    if not in_order or changes >= max(MAX_RUNS, 2 * len(set(counts))):
-        present.sort(key=lambda sample: counts[sample])
-        rank = torch.full((n + 1,), n, device="cpu")
-        rank[present] = torch.arange(len(present), device="cpu")
-        order = rank.to(owners.device, non_blocking=True)[owners].argsort(stable=True)
-    samples = torch.LongTensor(present).to(owners.device, non_blocking=True)  # made on the CPU
-    alike = groupby(counts[sample] for sample in present)
-    return _C.Segments(owners, order, samples, [(len(list(same)), rows) for rows, same in alike])
-
-
-def place_among(segments: list[Any], owners: Tensor, n: int) -> int:
-    """Return the place of the segments with these owners; they are added if there are none."""
-    for place, one in enumerate(segments):
-        if one.owners.device == owners.device and torch.equal(one.owners, owners):
-            return place
-    segments.append(segments_from(owners, n))
-    return len(segments) - 1
-
-
 def owners_below(
     outputs: Iterable[Tensor], heads: dict[Edge, Owned], n: int, grid: Sizes
 ) -> tuple[dict[Edge, Owned], set[str], Tensor | None]:
@@ -95,7 +58,7 @@ def owners_below(
     first_mask: Tensor | None = None
     for node in nodes_in_order(outputs):
         name = node.name()
-        if name.startswith("ScaledDotProduct"):
+        if name.startswith(ATTENTION):
             saved = (saved_value(node, key) for key in ("attn_mask", "attn_bias"))
             mask = next((mask for mask in saved if mask is not None), None)
             name = f"{name} {mask is not None}"
@@ -187,7 +150,8 @@ class _Walk:
             return
         self.found.update(((node, k), out) for k, out in outs.items())  # before its operands
         name = node.name()
-        rule = OWNER_RULES.get(name, _Walk.cross_rowwise)
+        usual = _Walk.cross_attention if name.startswith(ATTENTION) else _Walk.cross_rowwise
+        rule = OWNER_RULES.get(name, usual)
         for operand, (child, number) in enumerate(node.next_functions):
             if child is None or is_leaf(child) or not self._has_rows(node, name, operand):
                 continue
@@ -238,9 +202,8 @@ class _Walk:
                 yield self._reduce(out, made[:dims], padded)
             elif not elementwise and dims >= 0:
                 finer = [c for c in _counts(shape) if c % length == 0 and c in _counts(made)]
-                rows = owners_by(out, made, made[: _dims(made, finer[0])]) if finer else None
-                if rows is not None:
-                    yield Owned(rows, out.path, out.flags)
+                if finer:
+                    yield replace(out, owners=out.owners.repeat_interleave(finer[0] // length))
                 elif dims > 1 and length // made[dims - 1] in _counts(shape):
                     yield self._coarsen(out, made, dims - 1)
 
@@ -293,6 +256,20 @@ class _Walk:
             elif dims > 0:
                 owners = out.owners.view(made[:dims]).permute(inverse).flatten()
                 yield Owned(owners, out.path, out.flags)
+
+    def cross_attention(
+        self, node: Node, outs: Outs, operand: int, shape: Sizes
+    ) -> Iterator[Owned]:
+        """Cross attention [B, *]. A row that no output was made of, as that of a class token, is
+        seen by the others of its line: it is of their sample, if they are of one."""
+        for out in self.cross_rowwise(node, outs, operand, shape):
+            if len(out.owners) % shape[0] == 0:
+                lines = out.owners.view(shape[0], -1)
+                least = lines.amin(1, True)
+                is_one = ((lines == least) | (lines == self._n)).all(1, True)
+                owners = lines.where((lines != self._n) | ~is_one, least)
+                out = replace(out, owners=owners.flatten())
+            yield out
 
     def cross_part(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         """Cross a node whose outputs are parts of its operand; other rows are of no sample."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..proof.segments import sample_rows
+from ..graph.arguments import sample_rows
 from ..scoring import arguments_of
 from .pool import Indices
 

@@ -30,8 +30,8 @@ from ..graph.heads import Taken, last_layers, taken_rows
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, TAKEN
 from ..graph.modes import without_user_modes
 from ..graph.nodes import Graph
-from ..graph.owners import place_among
 from ..graph.routes import routes_of
+from ..graph.segments import place_among
 from ..graph.unpacking import INDICES
 from ..sharding import local_part
 from ..sites.several import End

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
-from ..graph.nodes import Node, shape_of
-from ..graph.owners import MAPPING, Owned, own_rows, owners_below, owners_by, place_among, set_flags
+from ..graph.nodes import Graph, Node, shape_of
+from ..graph.owners import MAPPING, Owned, own_rows, owners_below, owners_by, set_flags
+from ..graph.segments import place_among
 from ..refusals import cause, key_of
 from ..sites.site import ProbeParts
 from .audit import Audit
@@ -94,27 +95,6 @@ class _Owners(NamedTuple):
             rows = each.amin(1)
             flags = (*flags, ((each != rows[:, None]) & (each != n)).any())
         return None if rows is None else Owned(rows, found.path, flags)
-
-
-def sample_rows(options: Mapping[str, Any], args: Any, kwargs: Any) -> tuple[Tensor, int] | None:
-    """Return the ids that the user's `sample_ids` gives, and N; None if there is no such option."""
-    if options["sample_ids"] is None:
-        return None
-    ids = options["sample_ids"](args, kwargs)
-    is_whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex())
-    if not is_whole or ids.dtype is torch.bool:
-        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"sample_ids(args, kwargs) must return a LongTensor; got {got}")
-    if ids.dim() not in (1, 2):
-        raise ValueError(
-            f"sample_ids(args, kwargs) must return ids [rows] or [B, T]; got shape "
-            f"{list(ids.shape)}"
-        )
-    highest, size = int(ids.max()) if ids.numel() else -1, options["batch_size"]
-    n = highest + 1 if size is None else size(args, kwargs) if callable(size) else size
-    if highest >= n:
-        raise ValueError(f"sample_ids(args, kwargs) has the id {highest}, and batch_size= is {n}")
-    return ids.detach().long().clone(), n
 
 
 class SegmentExaminer:
@@ -221,7 +201,7 @@ class SegmentExaminer:
                 tables[k], owned[k] = end
                 uses[k] = uses[k][0], shape_of(end[0], 0), end[0], 0
         keys = self._keys(forward, graph, uses, owned)
-        segments, layouts = self._layouts(forward, uses, owned, is_mixed)
+        segments, layouts = self._layouts(forward, heads, uses, owned, is_mixed)
         is_new = any(key is not None and not self._audit.knows(key) for key in keys)
         proven = [True] * len(uses)
         if is_new and (n > 1 or inputs.has_padding) and self._options["check"] != "off":
@@ -348,11 +328,14 @@ class SegmentExaminer:
     def _layouts(
         self,
         forward: Forward,
+        heads: Sequence[tuple[Tensor, Tensor]],
         uses: Sequence[Any],
         owned: Sequence[Owned | None],
         is_mixed: Callable[[Owned | None], bool],
     ) -> tuple[list[Any], list[int | str]]:
         """Return the pass's segments, and for each use SEGMENTS + their place, or a cause."""
+        is_whole = all(one is not None for one in owned)
+        above = {} if is_whole else Graph([t for t, _ in heads]).parents
         segments = list(forward.run.segments)  # and those of earlier forwards of the same samples
         places: dict[int, int] = {}  # by the id of the owners, which many layers share
         layouts: list[int | str] = []
@@ -360,8 +343,8 @@ class SegmentExaminer:
             layer, shape = self._layers[site], list(Watched(node, number, sizes).shape)
             if node is not None and layer.kind.startswith(UNSERVED):
                 layouts.append(cause("segments_kind", kind=layer.type_name))
-            elif one is None and node is not None and node not in forward.graph.parents:
-                layouts.append(NOWHERE)  # it comes to no output
+            elif one is None and node is not None and node not in above:
+                layouts.append(NOWHERE)  # it comes to no output with owners
             elif one is None or is_mixed(one):
                 why = "segments_unknown" if one is None else "segments_mixed"
                 why = "segments_kind" if layer.kernel_size else why
