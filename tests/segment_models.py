@@ -66,13 +66,14 @@ def placing(m, words, x, ids=None):
 
 def patching(m, x):
     rows = m.patch(x.view(-1, 1, 2, 3)).flatten(2).mT
-    return torch.cat([m.first.expand(len(x), 1, 8), rows], 1) + m.at(torch.arange(3)[None])
+    return torch.cat([m.first.expand(len(x), 1, 8), rows], 1) + m.at(torch.arange(5)[None])
 
 
 def seeing(m, words, x, ids=None):
     """Any number of images a sample, seen through a tower with positions of its own."""
     h, rows = m.emb(words), m.tower(m.patches(x), None)[:, 1:]
-    h = h.masked_scatter((words == 0)[..., None].expand_as(h), m.b(rows).to(h))
+    four = rows.reshape(-1, 2, 1, 16).transpose(1, 2).reshape(-1, 1, 32)  # a pixel shuffle
+    h = h.masked_scatter((words == 0)[..., None].expand_as(h), m.b(four).to(h))
     return m.out(m.block(h, None)), rows
 
 
@@ -253,14 +254,14 @@ class Placed(Case):
 
 class Seen(Case):
     def model(self):
-        patches = Model(patching, patch=nn.Conv2d(1, 8, 2), at=nn.Embedding(3, 8),
+        patches = Model(patching, patch=nn.Conv2d(1, 8, (1, 2)), at=nn.Embedding(5, 8),
                         first=torch.randn(8))  # fmt: skip
         return Model(seeing, emb=nn.Embedding(WORDS, 8), patches=patches, tower=block(8),
-                     b=nn.Linear(8, 8), block=block(8), out=nn.Linear(8, CLASSES))  # fmt: skip
+                     b=nn.Linear(32, 8), block=block(8), out=nn.Linear(8, CLASSES))  # fmt: skip
 
     def see(self, model, sizes, x):
-        at = torch.arange(2 * max(self.sizes) + 2)
-        words = torch.where(at < 2 * torch.tensor(sizes)[:, None], 0, at % 20 + 1)
+        at = torch.arange(max(self.sizes) + 2)
+        words = torch.where(at < torch.tensor(sizes)[:, None], 0, at % 20 + 1)
         out, _ = model(words, x, ids=torch.arange(len(sizes))[:, None].expand_as(words))
         return out.mean(1)
 

@@ -261,14 +261,15 @@ class _Walk:
         self, node: Node, outs: Outs, operand: int, shape: Sizes
     ) -> Iterator[Owned]:
         """Cross attention [B, *]. A row that no output was made of, as that of a class token, is
-        seen by the others of its line: it is of their sample, if they are of one."""
+        seen by the others of its line: it is of their sample; they must be of one then."""
         for out in self.cross_rowwise(node, outs, operand, shape):
             if len(out.owners) % shape[0] == 0:
                 lines = out.owners.view(shape[0], -1)
                 least = lines.amin(1, True)
-                is_one = ((lines == least) | (lines == self._n)).all(1, True)
-                owners = lines.where((lines != self._n) | ~is_one, least)
-                out = replace(out, owners=owners.flatten())
+                others = ((lines != least) & (lines != self._n)).any(1, True)
+                mixes = (others & (lines == self._n)).any()
+                owners = torch.where(lines == self._n, least, lines).flatten()
+                out = Owned(owners, out.path, (*out.flags, mixes))
             yield out
 
     def cross_part(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
