@@ -66,14 +66,14 @@ def placing(m, words, x, ids=None):
 
 def patching(m, x):
     rows = m.patch(x.view(-1, 1, 2, 3)).flatten(2).mT
-    return torch.cat([m.first.expand(len(x), 1, 8), rows], 1) + m.at(torch.arange(5)[None])
+    return torch.cat([m.first.expand(len(x), 1, 8), rows], 1) + m.at(torch.arange(13)[None])
 
 
 def seeing(m, words, x, ids=None):
     """Any number of images a sample, seen through a tower with positions of its own."""
     h, rows = m.emb(words), m.tower(m.patches(x), None)[:, 1:]
-    four = rows.reshape(-1, 2, 1, 16).transpose(1, 2).reshape(-1, 1, 32)  # a pixel shuffle
-    h = h.masked_scatter((words == 0)[..., None].expand_as(h), m.b(four).to(h))
+    rows = rows.view(-1, 3, 2, 16).flatten(1, 2)  # as a pixel shuffle does first
+    h = h.masked_scatter((words == 0)[..., None].expand_as(h), m.b(rows).to(h))
     return m.out(m.block(h, None)), rows
 
 
@@ -241,7 +241,7 @@ class Placed(Case):
                      a=nn.Linear(5, 5), b=nn.Linear(5, 8), out=nn.Linear(8, CLASSES))  # fmt: skip
 
     def words(self):
-        at = torch.arange(max(self.sizes) + 3)
+        at = torch.arange(max(self.sizes) + 4)
         return torch.where((at > 0) & (at <= torch.tensor(self.sizes)[:, None]), 0, at % 20 + 1)
 
     def batch(self, model):
@@ -254,14 +254,14 @@ class Placed(Case):
 
 class Seen(Case):
     def model(self):
-        patches = Model(patching, patch=nn.Conv2d(1, 8, (1, 2)), at=nn.Embedding(5, 8),
+        patches = Model(patching, patch=nn.Conv2d(1, 8, 2, padding=1), at=nn.Embedding(13, 8),
                         first=torch.randn(8))  # fmt: skip
         return Model(seeing, emb=nn.Embedding(WORDS, 8), patches=patches, tower=block(8),
-                     b=nn.Linear(32, 8), block=block(8), out=nn.Linear(8, CLASSES))  # fmt: skip
+                     b=nn.Linear(16, 8), block=block(8), out=nn.Linear(8, CLASSES))  # fmt: skip
 
     def see(self, model, sizes, x):
-        at = torch.arange(max(self.sizes) + 2)
-        words = torch.where(at < torch.tensor(sizes)[:, None], 0, at % 20 + 1)
+        at = torch.arange(6 * max(self.sizes) + 2)
+        words = torch.where(at < 6 * torch.tensor(sizes)[:, None], 0, at % 20 + 1)
         out, _ = model(words, x, ids=torch.arange(len(sizes))[:, None].expand_as(words))
         return out.mean(1)
 

@@ -28,7 +28,7 @@ from .unpacking import saved_value
 
 Sizes = Sequence[int]
 Outs = dict[int, "Owned"]  # by the outputs of a node
-BROADCASTING = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")
+BROADCASTING = ("AddB", "Addc", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")
 MAX_FLAGS = 8  # of one output
 ATTENTION = "ScaledDotProduct"  # how the names of its nodes begin
 OWN, UNORDERED, MIXED = 1, 2, 4  # see own_rows()
