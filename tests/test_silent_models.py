@@ -27,11 +27,6 @@ N, T = 6, 4
 same = identity(lambda grad: grad)  # nothing sees through it
 
 
-def longest_first(x):
-    with torch.no_grad():
-        return x[(x[..., 0] > 0).sum(1).argsort(descending=True)]
-
-
 DATA = {  # of data [N, T, 1], before the first layer
     "summed up": (lambda x: x.cumsum(0), SILENT),
     "less the mean": (lambda x: x - x.mean(0), SILENT),
@@ -39,7 +34,6 @@ DATA = {  # of data [N, T, 1], before the first layer
         lambda x: x if x.mean() > 9 else x / (1 + (x.mean() < 9) * x.max()), SILENT),
     "in the last sample's units": (lambda x: x / (1 + x[-1].abs().sum()), SILENT),
     "flipped": (lambda x: x.flip(0), SILENT),  # norms would stand in the same order
-    "sorted by length": (longest_first, SILENT),
     "statistics of each": (
         lambda x: (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True), EXACT),
     "turned and back": (lambda x: x.flip(0).tanh().flip(0), EXACT),
@@ -158,7 +152,7 @@ def add(name, verdict, make, *batch, loss=square):
 
 torch.manual_seed(0)
 X1, X3, X4 = (torch.randn(size) for size in ((N, T, 1), (N, 3), (N, 4)))
-X1[1, :2], X1[3, 1:], X4[0] = -1.0, -1.0, X4[0] / 10
+X4[0] /= 10
 for name, (way, verdict) in DATA.items():
     add(f"data: {name}", verdict, partial(before_a_layer, way), X1)
 for name, (way, verdict) in MEETINGS.items():
@@ -175,6 +169,13 @@ add("ids: padded and cut", SILENT, lambda: Model(
 add("a count over the largest", SILENT, lambda: Model(
     lambda m, x, k: m.l(x * (k / k.max())[:, None]), l=nn.Linear(3, 2)),
     X3, torch.arange(1, N + 1))  # fmt: skip
+XT, EACH, FOR_ALL = torch.randn(T, T, 3), torch.rand(T, T), torch.rand(T, T)
+add("T = N: sorted, beside a number of each", SILENT, lambda: Model(
+    lambda m, x, k: m.l(x.sort(0).values * k[:, None, None]).flatten(1), l=nn.Linear(3, 2)),
+    XT, EACH[0])  # fmt: skip
+add("T = N: a mask for all, beside one of each", EXACT, lambda: Model(
+    lambda m, x, k, mask: m.l(mask.to(x) @ (x * k[..., None])).flatten(1), l=nn.Linear(3, 2)),
+    XT, EACH, loss=lambda m, *batch: square(m, *batch, FOR_ALL))  # fmt: skip
 add("a queue that has this batch", SILENT, partial(with_queue, queue), X3)
 add("a buffer of its own rows", EXACT, partial(with_queue, own_rows), X3)
 for name, norm in {"": nn.BatchNorm1d(3), " without weights": nn.BatchNorm1d(3, affine=False),

@@ -6,7 +6,7 @@ Nested tensors have no sizes and never show N.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -153,9 +153,9 @@ def _has_sizes(t: Tensor) -> bool:
     return not (t.is_nested and t.layout is torch.strided)
 
 
-def one_sample(tree: Any, sample: int, n: int, dim: int) -> Any:
+def one_sample(tree: Any, sample: int, n: int, dim: int, *, shared: Collection[int] = ()) -> Any:
     """Return arguments or outputs in which tensors with N entries in `dim` (or the only one) have
-    one of them. Nothing flows back to those given."""
+    one of them, except those with the ids `shared`. Nothing flows back to those given."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence) and leaf.batch_sizes[0] == n:
@@ -163,8 +163,9 @@ def one_sample(tree: Any, sample: int, n: int, dim: int) -> Any:
             return pack_sequence([rows[: lengths[sample], sample].detach()])
         if not isinstance(leaf, Tensor) or not leaf.dim() or size_of_batch(leaf, dim) != n:
             return leaf
-        d = dim if leaf.dim() > dim else 0
-        return leaf.detach().narrow(d, sample, 1).requires_grad_(leaf.requires_grad)
+        d, one = dim if leaf.dim() > dim else 0, leaf.detach()
+        one = one if id(leaf) in shared else one.narrow(d, sample, 1)
+        return one.requires_grad_(leaf.requires_grad)
 
     return map_leaves(one, tree) if tensors_in(tree) else tree
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, combinations
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,8 @@ class KeptForward:
     arguments: Any  # (args, kwargs)
     regime: Regime
     key: Any  # of its structure
-    may_share: bool  # the shapes do not tell an argument by sample from one that samples share
+    may_share: Sequence[Tensor]  # arguments that are by sample or shared: shapes do not tell
+    shared: Collection[int] = ()  # ids of those taken as shared
     task: int = -1  # the latest backward in which gradients arrived
     grads: dict[int, Tensor] = field(default_factory=dict)  # by output, in that backward
     outputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # with their versions
@@ -61,7 +63,7 @@ class Samples:
         self._local = threading.local()
         self.refused: dict[int, str] = {}  # cause by parameter
         self._sq_norms = sq_norms
-        # By structure: the reason why it is not checked, or None.
+        # By structure, T = N being another: a note for explain(), or None.
         self._checked: dict[Any, str | None] = caches.setdefault("samples", {})
         self._regimes: list[Regime] = []  # by device, when the forward began
         self._arrived: dict[int, list[KeptForward]] = {}  # by serial number of the pass
@@ -69,8 +71,7 @@ class Samples:
     @property
     def notes(self) -> list[str]:
         """Return lines for explain()."""
-        reasons = dict.fromkeys(filter(None, self._checked.values()))
-        return [f"samples not checked alone: {reason}" for reason in reasons]
+        return list(dict.fromkeys(filter(None, self._checked.values())))
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -96,15 +97,18 @@ class Samples:
 
     def listen(self, run: Pass, key: Any, module: nn.Module, arguments: Any, out: Any) -> None:
         """Keep what the check needs at the end of a forward, if its structure is new."""
-        if not self._is_on or run.n < 2 or (key in self._checked and not run.keep):
+        if not self._is_on or run.n < 2:
+            return
+        may_share = _may_share(arguments, run.n, self._options["batch_dim"])
+        key = key, bool(may_share)
+        if key in self._checked and not run.keep:
             return  # known; of joint forwards, all run alone where one of them is new
         reason = self._why_skipped(run.n, module, arguments)
         if reason:
-            self._checked[key] = reason
+            self._checked[key] = f"samples not checked alone: {reason}"
             return
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         regime = Regime.current(device, draws=False)
-        may_share = _may_share(arguments, run.n, self._options["batch_dim"])
         call = KeptForward(module, arguments, regime, key, may_share)
         for k, t in enumerate(tensors_in(out)):
             if t.requires_grad and t.grad_fn is not None:
@@ -146,28 +150,39 @@ class Samples:
         tasks: that backward, and those that ran inside it."""
         for run in runs:
             calls = [call for call in self._arrived.pop(run.serial, []) if call.task in tasks]
-            is_known = all(call.key in self._checked for call in calls)
-            if not is_known and not any(call.may_share for call in calls):
+            if not all(call.key in self._checked for call in calls):
                 self._check(run, calls)
         self._arrived.clear()
 
     def _check(self, run: Pass, calls: Sequence[KeptForward]) -> None:
+        refused: dict[int, str] = {}
+        places = range(max(len(call.may_share) for call in calls))
+        # All are by sample, or one or two of them shared.
+        for some in chain.from_iterable(combinations(places, k) for k in range(3)):
+            for call in calls:
+                call.shared = {id(t) for k, t in enumerate(call.may_share) if k in some}
+            mismatches = self._mismatches(run, calls)
+            if not mismatches:
+                note = "an argument of N = T rows was taken as shared by the samples"
+                self._checked.update({call.key: note if some else None for call in calls})
+                return
+            refused = refused or mismatches
+        self.refused.update(refused)
+
+    def _mismatches(self, run: Pass, calls: Sequence[KeptForward]) -> dict[int, str]:
+        """Return {place: cause} for the parameters whose norm differs."""
         sample = 0
         try:
             for sample in (0, run.n - 1):
-                mismatches = self._compare(run, calls, sample)
-                if mismatches:
-                    self.refused.update(mismatches)
-                    return
+                if mismatches := self._compare(run, calls, sample):
+                    return mismatches
         except Exception as error:
             why = cause("failed_alone", sample=sample, error=f"{type(error).__name__}: {error}")
             why = error.cause if isinstance(error, RefusedError) else why
-            self.refused.update(dict.fromkeys(run.trainable, why))
-            return
-        self._checked.update({call.key: None for call in calls})
+            return dict.fromkeys(run.trainable, why)
+        return {}
 
     def _compare(self, run: Pass, calls: Sequence[KeptForward], sample: int) -> dict[int, str]:
-        """Return {place: cause} for the parameters whose norm differs."""
         tensors = self._parameters.tensors()
         live = {place: tensors[place] for place in run.trainable}
         totals: dict[int, Tensor] = {}
@@ -194,7 +209,7 @@ class Samples:
     ) -> Sequence[Tensor | None]:
         """Run the model on one sample, and return the gradients of its parameters."""
         dim, is_mean = self._options["batch_dim"], self._options["loss_reduction"] == "mean"
-        args, kwargs = one_sample(call.arguments, sample, n, dim)
+        args, kwargs = one_sample(call.arguments, sample, n, dim, shared=call.shared)
         with (
             self.quiet(),
             model_kept(call.module),
@@ -287,10 +302,10 @@ def _part(t: Tensor, alone: Tensor, n: int, sample: int, dim: int, taken: Tensor
     return t.narrow(d, sample * alone.shape[d], alone.shape[d])
 
 
-def _may_share(arguments: Any, n: int, dim: int) -> bool:
-    """Return True if all samples may share an argument: a mask [T, T] with T = N, for example."""
-    first, *others = [t for t in sized_tensors_in(arguments) if t.dim()]
-    is_square = first.shape[1 - dim : 2 - dim] == (n,)
-    return is_square and any(
-        t.dim() < 3 and t.shape != first.shape and size_of_batch(t, dim) == n for t in others
-    )
+def _may_share(arguments: Any, n: int, dim: int) -> list[Tensor]:
+    """Return the arguments that all samples may share: a mask [T, T] with T = N, for example."""
+    tensors = [t for t in sized_tensors_in(arguments) if t.dim()]
+    shape = tensors[0].shape if tensors else ()
+    is_square = shape[1 - dim : 2 - dim] == (n,)
+    small = [t for t in tensors if is_square and t.dim() < 3 and t.shape != shape]
+    return [t for t in small if size_of_batch(t, dim) == n]
