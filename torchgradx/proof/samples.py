@@ -34,6 +34,7 @@ from ..sharding import data_parallel
 from ..sites.regime import Regime
 from ..sites.site import ProbeParts
 
+Mismatches = dict[int, str]  # cause by parameter
 HALF_DTYPES = {torch.float16, torch.bfloat16}
 
 
@@ -61,7 +62,7 @@ class Samples:
         self._recorder, self._parameters, _, self._options, _, caches = shared
         self._is_on = shared.options["check"] == "samples"
         self._local = threading.local()
-        self.refused: dict[int, str] = {}  # cause by parameter
+        self.refused: Mismatches = {}
         self._sq_norms = sq_norms
         # By structure, T = N being another: a note for explain(), or None.
         self._checked: dict[Any, str | None] = caches.setdefault("samples", {})
@@ -155,7 +156,7 @@ class Samples:
         self._arrived.clear()
 
     def _check(self, run: Pass, calls: Sequence[KeptForward]) -> None:
-        refused: dict[int, str] = {}
+        refused: Mismatches = {}
         places = range(max(len(call.may_share) for call in calls))
         # All are by sample, or one or two of them shared.
         for some in chain.from_iterable(combinations(places, k) for k in range(3)):
@@ -164,25 +165,28 @@ class Samples:
             mismatches = self._mismatches(run, calls)
             if not mismatches:
                 note = "an argument of N = T rows was taken as shared by the samples"
-                self._checked.update({call.key: note if some else None for call in calls})
+                if mismatches is not None:
+                    self._checked.update({call.key: note if some else None for call in calls})
                 return
             refused = refused or mismatches
         self.refused.update(refused)
 
-    def _mismatches(self, run: Pass, calls: Sequence[KeptForward]) -> dict[int, str]:
-        """Return {place: cause} for the parameters whose norm differs."""
-        sample = 0
+    def _mismatches(self, run: Pass, calls: Sequence[KeptForward]) -> Mismatches | None:
+        """Return the parameters whose norm differs; None: norms are not finite."""
+        sample, is_finite = 0, True
         try:
             for sample in (0, run.n - 1):
-                if mismatches := self._compare(run, calls, sample):
+                mismatches = self._compare(run, calls, sample)
+                is_finite &= mismatches is not None
+                if mismatches:
                     return mismatches
         except Exception as error:
             why = cause("failed_alone", sample=sample, error=f"{type(error).__name__}: {error}")
             why = error.cause if isinstance(error, RefusedError) else why
             return dict.fromkeys(run.trainable, why)
-        return {}
+        return {} if is_finite else None
 
-    def _compare(self, run: Pass, calls: Sequence[KeptForward], sample: int) -> dict[int, str]:
+    def _compare(self, run: Pass, calls: Sequence[KeptForward], sample: int) -> Mismatches | None:
         tensors = self._parameters.tensors()
         live = {place: tensors[place] for place in run.trainable}
         totals: dict[int, Tensor] = {}
@@ -193,15 +197,16 @@ class Samples:
                     totals[place] = g + totals[place] if place in totals else g
         alone = {place: float(g.double().norm()) for place, g in totals.items()}
         batched = {place: float(self._sq_norms(run, place)[sample]) ** 0.5 for place in live}
-        if not all(map(np.isfinite, (*alone.values(), *batched.values()))):
-            return {}  # a GradScaler reports them
-        whole = max(float(np.hypot.reduce([*norms.values(), 0.0])) for norms in (alone, batched))
         dtypes = {p.dtype for p in live.values()} | {call.regime.autocast for call in calls}
-        allowed = whole * _tolerance(dtypes)
+        overflows = alone.values() if torch.float16 in dtypes else ()  # of a sum that is float16
+        if not all(map(np.isfinite, (*batched.values(), *overflows))):
+            return None  # a GradScaler reports them
+        wholes = (np.hypot.reduce([*norms.values(), 0.0]) for norms in (alone, batched))
+        allowed = float(max(filter(np.isfinite, wholes))) * _tolerance(dtypes)
         return {
             place: cause("alone", sample=sample, alone=f"{other:.4g}", batched=f"{norm:.4g}")
             for place, norm in batched.items()
-            if abs(norm - (other := alone.get(place, 0.0))) > allowed
+            if not abs(norm - (other := alone.get(place, 0.0))) <= allowed
         }
 
     def _gradients(
@@ -241,8 +246,9 @@ class Samples:
         if (alone.shape == whole.shape and taken is None) or whole._version != version:
             return  # the model's own loss; or it was written into since
         batched = _part(whole, alone, n, sample, self._options["batch_dim"], taken)
-        difference, size = (t.double().norm() for t in (alone.detach() - batched, batched))
-        if difference > _tolerance({alone.dtype, call.regime.autocast}) * size:
+        parts = (t[batched.isfinite()] for t in (alone.detach() - batched, batched))
+        difference, size = (t.double().norm() for t in parts)
+        if not difference <= _tolerance({alone.dtype, call.regime.autocast}) * size:
             raise RefusedError(cause("output_alone", sample=sample))
 
 
@@ -291,8 +297,7 @@ def _part(t: Tensor, alone: Tensor, n: int, sample: int, dim: int, taken: Tensor
     if taken is not None:
         return t[taken == sample].view_as(alone)
     sizes = alone.shape
-    batches = [(*sizes[:d], n * size, *sizes[d + 1 :]) for d, size in enumerate(sizes)]
-    fits = [d for d, shape in enumerate(batches) if shape == t.shape]
+    fits = [d for d, k in enumerate(sizes) if (*sizes[:d], n * k, *sizes[d + 1 :]) == t.shape]
     if not fits:
         shapes = f"{list(alone.shape)} and, in its batch, {list(t.shape)}"
         raise ValueError(f"an output has the shape {shapes}")
