@@ -167,7 +167,8 @@ def test_model_and_random_numbers_are_as_they_were(eval_mode, fails):
             random.random(), np.random.rand(), torch.rand(1)
             return super().__getitem__(index)
 
-    loader = DataLoader(Restless(*pool().tensors), batch_sampler=sampler)
+    x, y = pool().tensors
+    loader = DataLoader(Restless(x.requires_grad_(), y), batch_sampler=sampler)
     before = fingerprint(model), states(), dict(model.named_buffers())
     if fails:
         with pytest.raises(KeyError, match="unlucky"):
@@ -178,7 +179,7 @@ def test_model_and_random_numbers_are_as_they_were(eval_mode, fails):
     assert all(buffer is before[2][name] for name, buffer in model.named_buffers())
     assert model[0].calls == 0
     assert bool((model[0].latest == 0).all())
-    assert [p.grad for p in model.parameters()] == [kept, None, None, None]
+    assert [p.grad for p in (*model.parameters(), x)] == [kept, None, None, None, None]
 
 
 def test_scores_are_of_the_eval_mode_unless_said_otherwise():

@@ -144,8 +144,8 @@ def test_nothing_is_left_behind(call, training, fails):
         return F.cross_entropy(out * weight.mean(), y) if not fails else {}["boom"]
 
     with pytest.raises(KeyError, match="boom") if fails else contextlib.nullcontext():
-        getattr(torchgradx, call)(model, loss, x, y)
-    grads = [p.grad for p in model.parameters()]
+        getattr(torchgradx, call)(model, loss, x.requires_grad_(), y)
+    grads = [p.grad for p in (*model.parameters(), x)]
     assert grads[0] is weight.grad is kept
     assert bool((kept == 1).all())
     assert grads[1:] == [None] * (len(grads) - 1)

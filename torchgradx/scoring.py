@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
@@ -40,7 +40,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 def norms_only(model: nn.Module, **options: Any) -> Iterator[Probe]:
     """Attach for norms alone, beside a standing probe; every .grad is afterwards as before."""
     with (
-        _without_grads(model.parameters()),
+        grads_kept(list(model.parameters())),
         set_aside(model),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -50,9 +50,16 @@ def norms_only(model: nn.Module, **options: Any) -> Iterator[Probe]:
 
 
 @contextlib.contextmanager
-def _without_grads(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Set the .grad of leaves aside; it is afterwards as before."""
-    before = {leaf: leaf.grad for leaf in leaves}
+def grads_kept(tree: Any, until: Any = ()) -> Iterator[None]:
+    """Set aside the .grad of a tree's tensors and of the leaves below them, but not below the
+    tensors of `until`; it is afterwards as before."""
+    tensors = [t for t in tensors_in(tree) if t.requires_grad]
+    ends = {None, *(t.grad_fn for t in tensors_in(until))}
+    nodes = nodes_below((t.grad_fn for t in tensors), ends)
+    edges = (child for node in nodes for child, _ in node.next_functions)
+    below = [edge.variable for edge in edges if edge and is_leaf(edge)]
+    kept = [t for t in tensors if t.is_leaf or t.retains_grad]
+    before = {leaf: leaf.grad for leaf in (*kept, *below)}
     for leaf in before:
         leaf.grad = None
     try:
@@ -92,9 +99,7 @@ def sample_norms(
 def backward_from(loss: Tensor, output: Any, retain_graph: bool = False) -> None:
     """Run the backward of a loss; the .grad of leaves that it has beside the model's output (the
     weights of a loss_fn) is afterwards as before."""
-    nodes = nodes_below([loss.grad_fn], {t.grad_fn for t in tensors_in(output)})
-    edges = (child for node in nodes for child, _ in node.next_functions)
-    with _without_grads(edge.variable for edge in edges if edge and is_leaf(edge)):
+    with grads_kept(loss, until=output):
         loss.backward(retain_graph=retain_graph)
 
 
@@ -200,7 +205,8 @@ def norms_alone(
 ) -> Tensor | dict[str, Tensor]:  # fmt: skip
     """See `grad_norms` and `sample_norms`."""
     check_loss(loss_fn)
-    with model_kept(model), norms_only(model, loss_reduction=loss_reduction, **options) as probe:
+    options = {**options, "loss_reduction": loss_reduction}
+    with model_kept(model), grads_kept(inputs), norms_only(model, **options) as probe:
         output = call(model, inputs)
         compare = compare and options.get("sample_ids") is None  # what it reads is by sample
         return sample_norms(probe, output, targets, loss_fn, per, loss_reduction, compare)

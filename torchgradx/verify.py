@@ -18,7 +18,7 @@ from .errors import CoverageError, VerificationError
 from .graph.arguments import one_sample, tensors_in
 from .graph.sizes import as_rows
 from .options import takes_call
-from .scoring import Loss, arguments_of, backward_from, call, norms_alone
+from .scoring import Loss, arguments_of, backward_from, call, grads_kept, norms_alone
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,7 +107,7 @@ def verify(
     except CoverageError as error:
         raise VerificationError(str(error)) from error
     assert isinstance(norms, dict)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), grads_kept(inputs):
         torch.set_rng_state(state)
         loop = _norms_of_loop(model, loss_fn, inputs, targets, norms, loss_reduction, options)
     report = Report(norms, loop, _tolerance(model) if rtol is None else rtol)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..kept import model_kept
 from ..layers.table import Parameters
 from ..probe import Probe
-from ..scoring import norms_only
+from ..scoring import grads_kept, norms_only
 from ..sharding import sharded
 from . import fingerprint
 from .partial import Gathered, ResumeError
@@ -163,7 +163,7 @@ class Job:
                 if not n:
                     advance(len(batches[place]))
                     continue
-                with missed(targets, lacking and self.quantity.needs_loss):
+                with missed(targets, lacking and self.quantity.needs_loss), grads_kept(inputs):
                     found = self.quantity(inner, probe, inputs, targets)
                     rows = self._rows(found, prefix, gathered.columns)
                 if len(rows) != n:
