@@ -3,6 +3,7 @@
 from collections import UserDict
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -175,7 +176,7 @@ def expected_lengths(model, data, classes=C, of=per_model):
     return (kept * torch.stack(by_class, 1).gather(1, order))[:, :classes].sum(1)
 
 
-@pytest.mark.parametrize("classes", [None, 2])
+@pytest.mark.parametrize("classes", [None, np.int64(2)])
 def test_the_expected_gradient_length_needs_no_labels(classes):
     model, data = classifier(), pool()
     unlabelled = DataLoader(TensorDataset(data.tensors[0]), 4, shuffle=True)

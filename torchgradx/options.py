@@ -108,9 +108,10 @@ def check(model: Any, options: dict[str, Any]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     for name, choices in CHOICES.items():
-        if options[name] not in choices:
+        value = options[name]  # of 1, 1.0 and True, which are equal, one is meant
+        if value not in choices or type(value) in {bool, int, float} - {type(choices[0])}:
             expected = ", ".join(map(repr, choices))
-            raise ValueError(f"{name} must be one of {expected}; got {options[name]!r}")
+            raise ValueError(f"{name} must be one of {expected}; got {value!r}")
     if options["backend"] == "native" and not NATIVE:
         raise RuntimeError(
             'backend="native" needs the compiled extension, which is not there: build it with '

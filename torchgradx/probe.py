@@ -211,7 +211,8 @@ class Probe(Attachment):
             raise TypeError("give max_norm or factors: clip_grad_norm_(1.0), or (factors=function)")
         if factors is not None and not callable(factors):
             raise TypeError(f"factors must be a function of the norms [N]; got {factors!r}")
-        if max_norm is not None and not isinstance(max_norm, (int, float, Tensor)):
+        is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+        if max_norm is not None and not is_number and not isinstance(max_norm, Tensor):
             raise TypeError(f"max_norm must be a number or a Tensor [N]; got {max_norm!r}")
         if nonfinite not in ("keep", "drop"):
             raise ValueError(f'nonfinite must be "keep" or "drop"; got {nonfinite!r}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any, overload
 
 import torch
@@ -27,6 +28,8 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """Return (args, kwargs) of a tensor, a tuple (positional arguments) or a dict (keywords)."""
     if isinstance(inputs, Mapping):
         return (), inputs
+    if inputs is None or isinstance(inputs, (Real, str)):
+        raise TypeError(f"inputs must be a Tensor, or a tuple or dict of arguments; got {inputs!r}")
     several = isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence)
     return tuple(inputs) if several else (inputs,), {}
 
@@ -56,10 +59,8 @@ def grads_kept(tree: Any, until: Any = ()) -> Iterator[None]:
     tensors = [t for t in tensors_in(tree) if t.requires_grad]
     ends = {None, *(t.grad_fn for t in tensors_in(until))}
     nodes = nodes_below((t.grad_fn for t in tensors), ends)
-    edges = (child for node in nodes for child, _ in node.next_functions)
-    below = [edge.variable for edge in edges if edge and is_leaf(edge)]
-    kept = [t for t in tensors if t.is_leaf or t.retains_grad]
-    before = {leaf: leaf.grad for leaf in (*kept, *below)}
+    below = [e.variable for node in nodes for e, _ in node.next_functions if e and is_leaf(e)]
+    before = {t: t.grad for t in (*tensors, *below) if t.is_leaf or t.retains_grad}
     for leaf in before:
         leaf.grad = None
     try:
@@ -80,10 +81,7 @@ def sample_norms(
     loss = loss_fn(output, targets)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"loss_fn must return one number, the batch's {loss_reduction} loss; got {got}: "
-            "reduce it"
-        )
+        raise ValueError(f"loss_fn must return one number, its {loss_reduction} over N; got {got}")
     if not loss.requires_grad:
         raise ValueError(
             "the loss depends on no parameter that requires a gradient: is the model frozen, or "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,7 +160,9 @@ def score(
     """
     ranks = Ranks(distributed)
     with ranks.together():
-        kinds = [kind] if isinstance(kind, str) else list(kind)
+        kinds = list(kind) if isinstance(kind, Iterable) and not isinstance(kind, str) else [kind]
+        if isinstance(top_classes, SupportsIndex):  # of numpy, too
+            top_classes = operator.index(top_classes)
         _check(kinds, per, loss_fn, top_classes, options)
         pool = Pool(loader)
         wanted = np.full(len(pool), indices is None)
@@ -214,16 +217,15 @@ def _check(
     named = ", ".join(map(repr, kinds))
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds or len(set(kinds)) < len(kinds):
-        raise ValueError(
-            f"kind must be one of {', '.join(map(repr, KINDS))}, or a list of different ones; got "
-            f"{named or 'none'}"
-        )
+        known = f"one of {', '.join(map(repr, KINDS))}, or a list of different ones"
+        raise ValueError(f"kind must be {known}; got {named or 'none'}")
     if per != "model" and (len(kinds) > 1 or kinds[0] in OF_OUTPUT):
         raise ValueError(f'per must be "model" for kind {named}; got {per!r}')
-    if top_classes is not None and ("egl" not in kinds or top_classes < 1):
+    is_count = isinstance(top_classes, int) and top_classes >= 1
+    if top_classes is not None and ("egl" not in kinds or not is_count):
         raise ValueError(
-            f'top_classes must be 1 or more, and goes with kind="egl"; got {top_classes!r} with '
-            f"{named}"
+            'top_classes must be an integer of 1 or more, and goes with kind="egl"; got '
+            f"{top_classes!r} with {named}"
         )
     if loss_fn is not None:
         check_loss(loss_fn)
