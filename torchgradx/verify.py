@@ -150,8 +150,7 @@ def _norms_of_loop(
     n = len(next(iter(norms.values()))) if norms else 0
     twin = copy.deepcopy(model, _computed_by(model))
     _mend(twin)
-    parameters = dict(twin.named_parameters())
-    live = [parameters[name] for name in norms]
+    live = [twin.get_parameter(name) for name in norms]
     given = _scale_of(inputs, options)
     scale = 1.0 if given.dim() else float(given)  # [N] is of the batch's loss alone
 

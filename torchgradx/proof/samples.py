@@ -100,12 +100,12 @@ class Samples:
         """Keep what the check needs at the end of a forward, if its structure is new."""
         if not self._is_on or run.n < 2:
             return
-        may_share = _may_share(arguments, run.n, self._options["batch_dim"])
+        tensors = [t for t in sized_tensors_in(arguments) if t.dim()]
+        may_share = _may_share(tensors, run.n, self._options["batch_dim"])
         key = key, bool(may_share)
         if key in self._checked and not run.keep:
             return  # known; of joint forwards, all run alone where one of them is new
-        reason = self._why_skipped(run.n, module, arguments)
-        if reason:
+        if reason := self._why_skipped(run.n, module, tensors):
             self._checked[key] = f"samples not checked alone: {reason}"
             return
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -118,7 +118,7 @@ class Samples:
                     call.taken[k] = rows.samples
                 t.register_hook(partial(self._arrive, run.serial, call, k))
 
-    def _why_skipped(self, n: int, module: nn.Module, arguments: Any) -> str | None:
+    def _why_skipped(self, n: int, module: nn.Module, tensors: Sequence[Tensor]) -> str | None:
         """Return the reason why the samples of a forward cannot be run alone, or None."""
         if any(regime.drew for regime in self._regimes):
             return "the forward draws random numbers"
@@ -126,8 +126,7 @@ class Samples:
             return "the model is distributed"
         if self._options.get("sample_ids") is not None:
             return "sample_ids="
-        first = next((t for t in sized_tensors_in(arguments) if t.dim()), None)
-        if first is None or size_of_batch(first, self._options["batch_dim"]) != n:
+        if not tensors or size_of_batch(tensors[0], self._options["batch_dim"]) != n:
             return "no batch of one can be taken from its arguments"
         return None
 
@@ -230,13 +229,15 @@ class Samples:
             finally:
                 self._recorder.pop()
             roots = {k: outputs[k] for k in call.grads if outputs[k].requires_grad}
-            for k, alone in roots.items():
-                self._check_output(call, k, alone, n, sample)
-            seeds = [_seed(call.grads[k], t, n, sample, dim, is_mean, call.taken.get(k))
-                     for k, t in roots.items()]  # fmt: skip
-            for t, seed in zip(roots.values(), seeds, strict=True):
+            seeds: list[Tensor] = []
+            for k, t in roots.items():
+                self._check_output(call, k, t, n, sample)
+                g, taken = call.grads[k], call.taken.get(k)
+                is_whole = g.shape == t.shape and taken is None  # a loss, or what all samples share
+                part = g if is_whole else _part(g, t, n, sample, dim, taken)
+                seeds.append(part / n if is_whole and is_mean else part)
                 # The seed is all that arrived: an encoder's output has its decoder's part already.
-                t.register_hook(lambda _, seed=seed: seed)
+                t.register_hook(lambda _, seed=seeds[-1]: seed)
             return _pull_back(list(roots.values()), seeds, live) if roots else [None] * len(live)
 
     def _check_output(self, call: KeptForward, k: int, alone: Tensor, n: int, sample: int) -> None:
@@ -261,11 +262,11 @@ def _pull_back(
     roots: Sequence[Tensor], seeds: Sequence[Tensor], live: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the live tensors, with the user's hooks on these disabled."""
-    tables = [h for p in live for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]
-    hooks = [(table, dict(table)) for table in tables]
+    both = (h for p in live for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h)
+    hooks = [(table, dict(table)) for table in both]
     grads = [p.grad for p in live]
     try:
-        for table in tables:
+        for table, _ in hooks:
             table.clear()
         for p in live:  # a Function that runs a backward of its own adds to it
             p.grad = None
@@ -280,15 +281,6 @@ def _pull_back(
             table.update(before)
         for p, g in zip(live, grads, strict=True):
             p.grad = g
-
-
-def _seed(
-    g: Tensor, alone: Tensor, n: int, sample: int, dim: int, is_mean: bool, taken: Tensor | None
-) -> Tensor:
-    """Return the sample's part of an output's gradient, in the shape of its output alone."""
-    if g.shape == alone.shape and taken is None:  # its own loss, or what all samples share
-        return g / n if is_mean else g
-    return _part(g, alone, n, sample, dim, taken)
 
 
 def _part(t: Tensor, alone: Tensor, n: int, sample: int, dim: int, taken: Tensor | None) -> Tensor:
@@ -307,10 +299,8 @@ def _part(t: Tensor, alone: Tensor, n: int, sample: int, dim: int, taken: Tensor
     return t.narrow(d, sample * alone.shape[d], alone.shape[d])
 
 
-def _may_share(arguments: Any, n: int, dim: int) -> list[Tensor]:
+def _may_share(arguments: Sequence[Tensor], n: int, dim: int) -> list[Tensor]:
     """Return the arguments that all samples may share: a mask [T, T] with T = N, for example."""
-    tensors = [t for t in sized_tensors_in(arguments) if t.dim()]
-    shape = tensors[0].shape if tensors else ()
-    is_square = shape[1 - dim : 2 - dim] == (n,)
-    small = [t for t in tensors if is_square and t.dim() < 3 and t.shape != shape]
-    return [t for t in small if size_of_batch(t, dim) == n]
+    shape = arguments[0].shape if arguments else ()
+    others = [t for t in arguments if t.dim() < 3 and t.shape != shape and shape[1 - dim :]]
+    return [t for t in others if shape[1 - dim] == size_of_batch(t, dim) == n]
