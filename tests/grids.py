@@ -1,10 +1,9 @@
 """Thins grids: tests whose parameters are combined in full.
 
-A test marked `grid` has several parameters. `make test` runs enough of its cases for each value of
-each parameter to occur with each value of every other one; `make test-all` runs all (--all-cases).
+`make test-all` runs all cases of a test marked `grid` (--all-cases); `make test` enough for each
+value of a parameter to occur with each value of every other one, the same in every run.
 `grid("backend", "algorithm")` also has each combination of these two occur with each value of every
-other parameter. Of slow tests, `grid(pairs=False)` takes each value of each parameter once. The
-choice is the same in every run.
+other parameter. Of slow tests, `grid(pairs=False)` takes each value of each parameter once.
 """
 
 import heapq

@@ -2,8 +2,7 @@
 
 A multiprocessor has 65536 registers, dealt to warps in steps of 8 a thread: a block of 256 threads
 leaves room for another at 128 registers, for two at 80 (85, rounded down), for seven at 32.
-Minimum counts are static, of one instantiation: fewer means that the compiler found another way
-than tensor cores, ldmatrix or cp.async, or that a loop is no longer unrolled.
+Minimum counts are of one instantiation: fewer means that the compiler found another way.
 """
 
 from dataclasses import dataclass, field

@@ -1,13 +1,8 @@
 """The oracle: float64, one sample at a time, plain autograd. It shares nothing with torchgradx.
 
-Operands are rounded to the dtype under test before the oracle sees them, so that what is left to
-tolerate is accumulation, which is in float32 (float64 for float64) whatever the operands are.
-
-Two kinds of operands:
-
-* small integers, whose products and sums are exact in float32: one lost row or pixel is at least
-  a difference of 1, and nothing but the last rounding is tolerated;
-* Gaussians, with a bound from epsilon and the lengths of the sums (`tolerance`).
+Operands are rounded to the dtype under test first: accumulation alone is left to tolerate. Small
+integers are exact in float32, and one lost row or pixel is a difference of 1 or more. Gaussians
+have a bound from epsilon and the lengths of the sums (`tolerance`).
 """
 
 from dataclasses import dataclass
@@ -110,10 +105,9 @@ def accumulation_epsilon(dtype):
 def tolerance(dtype, terms):
     """How far a sum of `terms` products may be off, relative to the sum of their absolute values.
 
-    Each of `terms` additions and the product itself round once, by at most u = epsilon / 2. Taken
-    as independent, the errors add up to at most k sqrt(terms) u except with a probability of
-    2 terms exp(-k^2 / 2) (Higham and Mary 2019, theorem 2.4), which for k = 7 is under 1e-5 for
-    all sums in these tests together. The order of summation does not enter.
+    Each addition and the product round once, by u = epsilon / 2 at most. Taken as independent, the
+    errors add up to k sqrt(terms) u at most, except with probability 2 terms exp(-k^2 / 2) (Higham
+    and Mary 2019, theorem 2.4): under 1e-5 for k = 7 and all sums in these tests together.
     """
     return 7 * (terms + 1) ** 0.5 * accumulation_epsilon(dtype) / 2
 
@@ -135,10 +129,9 @@ class Truth:
     def allowance(self, algorithm, dtype):
         """[2, N]: by how much sq_norms may be off.
 
-        An entry g of a gradient is off by d <= tolerance(T) m, m its magnitude; so the sum of
-        squares by sum 2 |g| d + d^2, and by the summation of IO squares. A Gram's terms are off
-        by tolerance(I) and tolerance(O), their sum by tolerance(T^2), all relative to the terms'
-        absolute values, whose sum is |m|^2.
+        An entry g of a gradient is off by d <= tolerance(T) m, m its magnitude; the squares' sum by
+        sum 2 |g| d + d^2, and by the summation of IO squares. A Gram's terms are off by
+        tolerance(I) + tolerance(O), their sum by tolerance(T^2), relative to |m|^2.
         """
         t, i, o = self.terms
         bias = sum_of_squares(self.bias, self.bias_magnitude, t, o, dtype)

@@ -102,11 +102,7 @@ class Stateful(nn.Module):
 
 @fallback_mode
 def test_what_is_clipped_had_the_forwards_state(options):
-    """Clipping runs it again sample by sample, without a state, as the first pass did.
-
-    It runs again where its layout is said, and its gradients by sample would take more memory than
-    its input.
-    """
+    """Where its gradients by sample take more memory than its input, clipping runs it again."""
     model = nn.Sequential(nn.Linear(3, 4), Stateful(), nn.Linear(4, 2)).double()
     x = torch.randn(N, 3).double()
     rows = [gradients(model, square, row)[0] for row in x.split(1)]

@@ -1,8 +1,6 @@
-"""Ten thousand malformed calls: no crash, an exception of the right type, and a text that names
-the argument.
+"""Ten thousand malformed calls: no crash, but an exception that names the argument.
 
-The calls run in child processes, so that a crash is a failure and not the end of the run; what
-was called last is in the child's log. For AddressSanitizer run a child by hand:
+They run in child processes, whose log says what was called last. For AddressSanitizer, by hand:
 `LD_PRELOAD=libasan.so python tests/test_fuzz.py <seed> <calls> <log>`.
 """
 

@@ -1,8 +1,7 @@
 """No operator holds N weight gradients, T x T numbers, or all patches, and no step, the first
 included, another copy of its activations: peak memory is measured.
 
-The measurement runs in a process of its own, on the kernel's high-water mark of resident memory,
-so that it sees torch's allocator and the kernels' own buffers alike.
+By the high-water mark of resident memory of a process of its own, with all allocators in it.
 """
 
 import ctypes

@@ -1,9 +1,8 @@
 """What each level of check= finds of models that do something to their samples where no gradient
 shows it, and of models that only look as if they did.
 
-MODELS = {name: (make, verdict under check="graph")}; `make()` gives (model, loss, batch). Verdicts:
-EXACT, REFUSED, and SILENT: accepted with norms that are not those of the samples alone. Every
-SILENT is one that docs/limits.md names, and is refused under check="samples".
+MODELS = {name: (make, verdict under check="graph")}; `make()` gives (model, loss, batch). SILENT is
+accepted with wrong norms: docs/limits.md names each, and check="samples" refuses them.
 """
 
 import copy

@@ -1,7 +1,5 @@
 """Costs of steps: backwards in a first pass, whatever the number of layers and outputs; and waits
-in a steady step: no number is read back from the device, nothing is copied there.
-
-On a CPU the operations are counted that would wait on a GPU; on a GPU torch itself raises.
+in a steady step. On a CPU the operations are counted that would wait on a GPU; there torch raises.
 """
 
 import contextlib

@@ -1,11 +1,9 @@
 """`make mutants`: plants bugs in the CUDA kernels one at a time; the tests must catch every one.
 PART=3/8 takes every eighth bug from the fourth on, and PART=ring those with "ring" in their names.
 
-A bug is a substitution whose text must be found exactly once, so that none fades away as kernels
-change. Of the file it is compiled into, only what the bug's own kind of problem instantiates is
-left; that is linked with the other kernels as they are, and run against the oracle and under the
-emulator's checks (`battery`), until something objects. Two at a time, in forks of one process that
-has torch loaded.
+A bug is a substitution whose text must be found exactly once. Of its file, only what its own kind
+of problem instantiates is compiled, linked with the other kernels as they are, and run against the
+oracle and under the emulator's checks (`battery`) until something objects. Two run at a time.
 """
 
 import os
