@@ -112,11 +112,18 @@ def steps(make, wrap, where, options, shapes=((N, T),) * 2, counted=False, refus
     single, model, twin = make(), make(), make()
     plain = wrap(twin)
     wrapped, probe, prefix = attached(model, wrap, where, options)
+    for m in (plain, wrapped) if getattr(plain, "static_graph", False) else ():
+        with probe.paused():  # the first backward shows it the graph
+            square(m, samples(7)).backward()
+        m.zero_grad()
     with probe:
         for step, shape in enumerate(shapes):
             x = samples(step, *shape)
             want = {prefix + name: value for name, value in loop(single, square, x).items()}
             expected, sent = Counter(sent_by), Counter(sent_by)
+            makes_none, held = not options.get("weight_grad", True), 7.0 + dist.get_rank()
+            for p in model.parameters() if makes_none and step else ():
+                p.grad = torch.full_like(p, held)
             with expected if counted else contextlib.nullcontext():
                 square(plain, x).backward()
             with sent if counted else contextlib.nullcontext():
@@ -131,14 +138,17 @@ def steps(make, wrap, where, options, shapes=((N, T),) * 2, counted=False, refus
                 assert expected.counts
                 # Less is sent where no weight gradient is made, and so none reduced.
                 assert not sent.counts - expected.counts, "the probe communicates"
-            if options.get("weight_grad", True):
+            if not makes_none:
                 same_gradients(model, twin)
-            elif not refused:  # DistributedDataParallel makes one of zeros
-                grads = [p.grad for p in model.parameters() if p.grad is not None]
-                assert not grads or isinstance(wrapped, DistributedDataParallel)
-                assert not any(g.any() for g in grads)
+            elif not refused:
+                grads = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
+                assert all(bool((g == held).all()) if step else g is None for g in grads)
             model.zero_grad()
             twin.zero_grad()
+    for step in () if refused else (4, 5, 6):  # afterwards all is reduced as ever
+        square(wrapped, samples(step)).backward()
+        square(plain, samples(step)).backward()
+        same_gradients(model, twin)
 
 
 def accumulation(options):
@@ -192,7 +202,7 @@ def clipping(make, wrap, where, options, bound=0.5):
             with Counter(sent_by) as sent:
                 probe.clip_grad_norm_(each if limits == (inf, bound) else limits[0])
             if deferred:
-                assert not any(g.any() for g in before if g is not None)
+                assert not any(g is not None for g in before)
             elif limits == (inf, inf):
                 for p, g in zip(model.parameters(), before, strict=True):
                     assert torch.equal(p.grad, g)
@@ -207,6 +217,16 @@ def clipping(make, wrap, where, options, bound=0.5):
                     for name, g in weighted(rows, factors, "model").items():
                         want[name] = want[name] + g / n / 2 / 2
             same(model, want, 1e-9, {name: g.norm() + 1 for name, g in want.items()})
+
+
+def a_part():
+    """What a probe for norms only does not cover is reduced as ever."""
+    model, twin = net(), net()
+    wrapped, plain = map(DistributedDataParallel, (model, twin))
+    with torchgradx.attach(model.blocks[0], weight_grad=False):
+        for m in (wrapped, plain):
+            square(m, samples(0)).backward()
+    same_gradients(model.out, twin.out)
 
 
 def sharded_gradients_are_not_clipped():
@@ -293,6 +313,7 @@ def scenarios(rank, folder):
             table[f"clipping, buckets as views, {mode}"] = run
             run = partial(clipping, skips, unused, "outside", MODES[mode])
             table[f"clipping, a layer of one rank, {mode}"] = run
+    table["DDP, a part"] = a_part
     table["clipping, sharded"] = sharded_gradients_are_not_clipped
     table["flat parameters"] = flat_parameters
     table["a sharded layer"] = a_sharded_layer_is_left_as_it_was

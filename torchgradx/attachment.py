@@ -247,8 +247,7 @@ class Attachment:
         run = Pass(self._recorder, n, parameters)
         if context.directed:
             run.directions = move_directions(context.directed, parameters)
-        if self._recorder.keeps_tape:
-            self._record.tape.note_model(module)
+        self._record.tape.note_model(module)
         if context.joint is not None:
             run.keep = True
             context.joint.append(run)

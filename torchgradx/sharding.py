@@ -88,6 +88,19 @@ def data_parallel(module: nn.Module) -> Any:
     return None
 
 
+def learns_graph(ddp: Any) -> bool:
+    """Return True if the next backward is the first of a static graph, which it has to reduce."""
+    return bool(ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued)
+
+
+def skip_reduction(ddp: Any, covered: Sequence[Tensor]) -> None:
+    """Let the current backward reduce nothing, unless it trains other parameters too: it would
+    average .grad. Under join() other processes wait for it."""
+    rest = {p for p in ddp.parameters() if p.requires_grad}.difference(covered)
+    if not rest and not ddp._join_config.enable:
+        ddp.reducer._reset_state()  # no_sync() would have to begin before the forward
+
+
 def mean_over(ddp: Any, gradients: Sequence[Tensor]) -> None:
     """Average gradients as it does: in place, over its processes."""
     if not ddp.require_backward_grad_sync:  # under no_sync() it does not

@@ -22,7 +22,7 @@ from ..hooks.copies import untraced
 from ..hooks.listening import drop_empty_tables, has_user_hooks
 from ..layers.table import Parameters
 from ..refusals import RefusedError, refused_all
-from ..sharding import data_parallel, is_sharded, mean_over
+from ..sharding import data_parallel, is_sharded, learns_graph, mean_over, skip_reduction
 from .factors import ClipGroup, report_overflow
 
 MAX_WAITING = 64  # sums that wait for a copy: their memory must not add up
@@ -49,12 +49,13 @@ class ClipTape:
         self._is_torn = False  # .grad changed between the passes of a record
         self.closed = False  # the record is clipped already
         self._ddp: Callable[[], Any] = lambda: None
+        self._learns = False  # it learns a static graph from the backward to come
 
     def note_model(self, module: nn.Module) -> None:
         """Note the DistributedDataParallel around the model whose forward begins."""
         ddp = data_parallel(module)
         if ddp is not None:
-            self._ddp = weakref.ref(ddp)
+            self._ddp, self._learns = weakref.ref(ddp), learns_graph(ddp)
 
     def close(self, runs: Iterable[Any]) -> None:
         """Remove all hooks, and drop what the tape and these passes keep."""
@@ -310,9 +311,12 @@ class DeferredTape(ClipTape):
     disturbed = False
 
     def begin(self, first: bool) -> None:
+        tensors, ddp = self._parameters.tensors(), self._ddp()
+        if ddp is not None and not self._learns:
+            skip_reduction(ddp, tensors)
         if self._recorder.keeps_tape and first:
             self.clear()
-            self._versions = [p._version for p in self._parameters.tensors()]
+            self._versions = [p._version for p in tensors]
 
     def _maybe_idle(self, used: set[int]) -> set[int]:
         return {place for _, use, places in self._uses if use.runs_again for place in places}
