@@ -30,6 +30,8 @@ def refusal(probe, match=None):
     """The CoverageError with which the probe refuses to be read."""
     with pytest.raises(torchgradx.CoverageError, match=match) as refusal:
         probe.norms()
+    if "no exact norms" in str(refusal.value):
+        assert str(refusal.value) in probe.explain()
     return refusal.value
 
 

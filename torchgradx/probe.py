@@ -12,9 +12,10 @@ from typing import Any, overload
 from torch import Tensor
 
 from .attachment import Attachment, attachments
+from .errors import CoverageError
 from .explain import Explanation, explanation
 from .options import Model, NonFinite, Parts, Per, Scale, check_per, check_scale, place_directions
-from .proof.accounts import require_all
+from .proof.accounts import refusal_of
 from .record.checkpoints import inside_checkpoint
 
 
@@ -232,12 +233,15 @@ class Probe(Attachment):
         return [name for name in super().__dir__() if not name.startswith("_")]
 
     def explain(self, verbose: bool = False) -> str:
-        """Return a summary; for each layer shapes, algorithm, cost, and what was refused and why.
+        """Return a summary; each layer's shapes, algorithm and cost; what norms() refuses and why.
 
         verbose: with the cost of each algorithm that was weighed.
         """
-        text = explanation(self._layers, self._parameters, verbose)
-        return Explanation("\n".join([text, *self._samples.notes, *self._segments.notes]))
+        self._settle()
+        lines = [explanation(self._layers, self._parameters, verbose)]
+        if self._backwards.is_idle() and (refusal := self._refusal()):
+            lines.append(str(refusal))
+        return Explanation("\n".join([*lines, *self._samples.notes, *self._segments.notes]))
 
     def reset(self) -> None:
         """Begin a new record at once."""
@@ -295,6 +299,10 @@ class Probe(Attachment):
         self._unwind()
         self._settle()
         self._record.require(self in attachments, self._backwards.is_under_way())
-        require_all(self._record, self._recorder, self._parameters, self._layers)
+        if refusal := self._refusal():
+            raise refusal
         if self._tokens.on:
             self._tokens.warn()
+
+    def _refusal(self) -> CoverageError | None:
+        return refusal_of(self._record, self._recorder, self._parameters, self._layers)

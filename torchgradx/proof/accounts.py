@@ -1,6 +1,6 @@
 """The check before every read: the record must account for each trainable parameter.
 
-Collects the causes of doubt from the whole record, picks one for each parameter, and raises one
+Collects the causes of doubt from the whole record, picks one for each parameter, and makes one
 CoverageError that lists them. A `place` is a parameter's index in the table of parameters.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from operator import itemgetter
 
+from ..errors import CoverageError
 from ..extension import Recorder
 from ..layers.rules import Layer
 from ..layers.table import Parameters
@@ -15,14 +16,14 @@ from ..record.record import Record
 from ..refusals import cause, key_of, refused
 
 
-def require_all(
+def refusal_of(
     record: Record, recorder: Recorder, parameters: Parameters, layers: list[Layer]
-) -> None:
-    """Raise CoverageError if the norm of any trainable parameter may be wrong or incomplete."""
+) -> CoverageError | None:
+    """Return the error if the norm of any trainable parameter may be wrong or incomplete."""
     runs = [run for run, _ in record.runs]
     sound = recorder.sound and all(run.sound for run in runs)
     if sound and not record.mismatched and not record.refused:
-        return
+        return None
     # Those that were trained as well: a parameter may be frozen between backward and the read.
     trainable = sorted(set(parameters.trainable()).union(*(run.trainable for run in runs)))
     causes: dict[int, str] = {}
@@ -41,8 +42,8 @@ def require_all(
             causes.setdefault(place, why)
     for place, why in record.refused.items():  # a sample alone: what is above explains it too
         causes.setdefault(place, why)
-    if causes:
-        raise refused({parameters.names[place]: why for place, why in causes.items()})
+    named = {parameters.names[place]: why for place, why in causes.items()}
+    return refused(named) if named else None
 
 
 def _causes_of_refusals(
