@@ -132,19 +132,23 @@ def test_a_loss_scale_given_at_reading_overrides_the_one_attached(model):
         close(probe.norms(), want / 32)
 
 
-def test_a_grad_scaler_is_undone_at_its_value_in_that_pass_even_after_update(monkeypatch):
+@pytest.mark.parametrize("before", [None, 3.0])
+def test_a_grad_scaler_is_undone_at_its_value_in_that_pass_even_after_update(before, monkeypatch):
     model, x, z = mlp(), torch.randn(N, 3), torch.randn(N, 3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     want = torch.cat([loop_model(model, square, batch) for batch in (x, z, x)])
     monkeypatch.setattr(scaler, "get_scale", lambda: pytest.fail("this waits for a GPU"))
-    with torchgradx.attach(model, loss_scale=scaler) as probe:
+    with torchgradx.attach(model, loss_scale=before or scaler) as probe:
+        probe.loss_scale = scaler if before else 1.0
         for batch, own, then in ((x, 1, 2.0), (z, 2, torch.full((N,), 3.0)), (x, 3, 1.0)):
             (scaler.scale(square(model, batch)) * own).backward()
             scaler.step(optimizer)
             scaler.update()
             probe.loss_scale = then
         assert torch.allclose(probe.norms().double(), want, rtol=1e-5)
+        with pytest.raises(TypeError, match="a GradScaler goes to attach"):
+            probe.norms(loss_scale=scaler)
 
 
 @a_few_modes

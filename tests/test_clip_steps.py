@@ -172,7 +172,8 @@ def test_a_grad_scaler(kind):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
     dtype, small = getattr(torch, kind, None), 1e-7 if kind == "float16" else 1.0
-    with torchgradx.attach(model, clip=True, loss_scale=scaler) as probe:
+    with torchgradx.attach(model, clip=True) as probe:
+        probe.loss_scale = scaler
         for accumulated in (False, True):
             optimizer.zero_grad()
             if accumulated:

@@ -41,11 +41,15 @@ def takes_call(scale: Callable[..., Scale]) -> bool:
     return bool(inspect.signature(scale).parameters)
 
 
-def check_scale(scale: Any, scaler: str = "") -> None:
-    """scaler: what else it may be."""
+def check_scale(scale: Any, to_come: bool = False) -> None:
+    """to_come: for passes to come, for which it may be a GradScaler or a callable."""
+    if to_come and (callable(scale) or isinstance(scale, torch.amp.GradScaler)):
+        return
     number = isinstance(scale, Real) and not isinstance(scale, bool)
     if not number and not isinstance(scale, Tensor):
-        expected = f"a number, a Tensor [N]{scaler}" if scaler else "a number or a Tensor [N]"
+        expected = "a number, a Tensor [N], a GradScaler or a callable"
+        if not to_come:
+            expected = "a number or a Tensor [N] (a GradScaler goes to attach or probe.loss_scale)"
         raise TypeError(f"loss_scale must be {expected}; got {scale!r}")
     several = isinstance(scale, Tensor) and scale.dim() > 1
     if several or (number and not (scale and isfinite(scale))):
@@ -118,9 +122,7 @@ def check(model: Any, options: dict[str, Any]) -> None:
             '`pip install .`, or say backend="auto"'
         )
     _check_samples(options)
-    scale = options["loss_scale"]
-    if not isinstance(scale, torch.amp.GradScaler) and not callable(scale):
-        check_scale(scale, ", a GradScaler or a callable")
+    check_scale(options["loss_scale"], to_come=True)
     _check_layout(options["layout"] or {}, dict(model.named_modules()))
     _check_model(model)
 

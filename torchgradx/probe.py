@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
 
 from torch import Tensor
+from torch.amp import GradScaler
 
 from .attachment import Attachment, attachments
 from .errors import CoverageError
@@ -110,18 +111,17 @@ class Probe(Attachment):
 
     @property
     def loss_scale(self) -> Any:
-        """Scale of the loss: a number, a Tensor [N] or a callable; see `attach`.
+        """Scale of the loss: a number, a Tensor [N], a GradScaler or a callable; see `attach`.
 
         Setting it holds for the passes to come and for all that reads them: `norms`, `dot`,
-        `clip_grad_norm_`, `NoiseScale`, `OutlierWatch`. If `attach` was given a GradScaler, its
-        scale is undone as well.
+        `clip_grad_norm_`, `NoiseScale`, `OutlierWatch`. After a GradScaler,
+        set here or by `attach`, other values are multiplied by its scale.
         """
         return self._record.scale
 
     @loss_scale.setter
-    def loss_scale(self, scale: Scale | Callable[..., Scale]) -> None:
-        if not callable(scale):
-            check_scale(scale, " or a callable")
+    def loss_scale(self, scale: Scale | GradScaler | Callable[..., Scale]) -> None:
+        check_scale(scale, to_come=True)
         self._tokens.on = False
         self._record.scale = scale
 

@@ -37,7 +37,7 @@ class ClipTape:
     """The uses of a record's passes, and what .grad holds besides their gradients."""
 
     def __init__(self, recorder: Recorder, parameters: Parameters, loss_scale: Any) -> None:
-        self._recorder, self._parameters, self._loss_scale = recorder, parameters, loss_scale
+        self._recorder, self._parameters, self.loss_scale = recorder, parameters, loss_scale
         self._uses: deque[tuple[Any, Any, list[int]]] = deque()  # (pass, use, its parameters)
         self._tensors: list[Tensor] = []  # by place, while clipping
         self._others: dict[int, Tensor] = {}  # by place: .grad without the record's part
@@ -101,7 +101,7 @@ class ClipTape:
             if before is not None and self._ddp() is None and not _is_sum(before, mark, grad):
                 self._is_torn = True
             self._marks[place] = mark
-            if isinstance(self._loss_scale, torch.amp.GradScaler):
+            if isinstance(self.loss_scale, torch.amp.GradScaler):
                 self._elements[place] = _some_elements(grad)
 
     def _changed(self, places: Iterable[int], tensors: Sequence[Tensor]) -> Iterator[int]:
@@ -342,9 +342,9 @@ class DeferredTape(ClipTape):
         finally:
             _copy(tensors, waiting)
         self.closed = True
-        if isinstance(self._loss_scale, torch.amp.GradScaler):
+        if isinstance(self.loss_scale, torch.amp.GradScaler):
             grads = (tensors[place].grad for place in written)
-            report_overflow(self._loss_scale, [g for g in grads if g is not None])
+            report_overflow(self.loss_scale, [g for g in grads if g is not None])
 
 
 def _copy(tensors: Sequence[Tensor], waiting: dict[int, Tensor]) -> None:

@@ -116,6 +116,8 @@ class Record:
         self._scale_function = scale if callable(scale) else None
         if self._scale_function is None:
             self._scale_from(self._serial + 1, scale)
+        if isinstance(scale, torch.amp.GradScaler):
+            self.tape.loss_scale = scale
 
     def ask_scale(self, run: Pass, *call: Any) -> None:
         """Call the user's loss_scale for a pass. call: its args and kwargs; none if unknown."""
@@ -139,7 +141,7 @@ class Record:
         """Return the loss scale set before a pass's forward, times a GradScaler's scale now."""
         place = bisect_right(self._scales, serial, key=itemgetter(0))
         scale: Any = self._scales[max(1, place) - 1][1]
-        scaler = self._options["loss_scale"]
+        scaler = scale if isinstance(scale, torch.amp.GradScaler) else self.tape.loss_scale
         if not isinstance(scaler, torch.amp.GradScaler):
             return scale * 1.0  # a copy of a Tensor, which the user may write into
         held = scaler._get_scale_async() if scaler.is_enabled() else None  # get_scale() waits
@@ -218,7 +220,7 @@ class Record:
         """Return the share of each sample's own gradient that .grad holds."""
         if self.tape.closed:
             raise RuntimeError(".grad is clipped already: read it before clip_grad_norm_")
-        if is_unscaled(self._options["loss_scale"]):
+        if is_unscaled(self.tape.loss_scale):
             raise RuntimeError(".grad is unscaled already: read it before scaler.unscale_()")
         if self.tape.disturbed:
             raise RuntimeError(
@@ -252,7 +254,7 @@ class Record:
 
     def clip(self, per: str, max_norm: Scale | None, factors: Any, drops: bool) -> _Norms:
         """Clip .grad by sample, and return the norms before clipping."""
-        unscaled = unscaled_by(self._options["loss_scale"])
+        unscaled = unscaled_by(self.tape.loss_scale)
         runs = [run for run, _ in self._in_order()]
         self.tape.check(unscaled, runs)
         norms = self.norms(per, None)
