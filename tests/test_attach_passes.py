@@ -35,6 +35,7 @@ def test_micro_batches_with_a_leftover_one_give_every_samples_norm(model, read_e
                 if read_each:
                     close(probe.norms(), norms)
             if not read_each:
+                close(probe.norms(loss_scale=2 / 3), torch.cat(want) / 2)  # overrides attach's
                 close(probe.norms(), torch.cat(want))
 
 
@@ -123,15 +124,6 @@ def test_a_backward_of_the_last_layer_that_was_read_and_zeroed_does_not_count(to
             net.zero_grad(to_none)
 
 
-def test_a_loss_scale_given_at_reading_overrides_the_one_attached(model):
-    x = samples()
-    want = loop_model(model, square, x)
-    with torchgradx.attach(model, loss_scale=8.0) as probe:
-        (square(model, x) * 0.25).backward()
-        close(probe.norms(loss_scale=0.25), want)
-        close(probe.norms(), want / 32)
-
-
 @pytest.mark.parametrize("before", [None, 3.0])
 def test_a_grad_scaler_is_undone_at_its_value_in_that_pass_even_after_update(before, monkeypatch):
     model, x, z = mlp(), torch.randn(N, 3), torch.randn(N, 3)
@@ -216,7 +208,7 @@ MEAN_NOTHING = {
     "layout": ["batch", {"": "samples"}, {1: "batch"}, {"no_module": "batch"}, {"a.*": "batch"}],
     "directions": [torch.ones(2)],
     "loss_scale": [0.0, float("nan"), float("inf"), torch.ones(2, 2), "1"],
-    **{name: ["surely not"] for name in ("loss_reduction", "backend", "algorithm")},
+    **{name: ["surely not"] for name in ("loss_reduction", "backend", "algorithm", "clip")},
 }
 
 
@@ -273,9 +265,7 @@ def test_explain_begins_with_a_summary_and_has_a_line_for_each_layer():
         square(net, torch.randn(N, 6, 3)).backward()
         summary, *lines = probe.explain().splitlines()
         verbose = probe.explain(verbose=True).splitlines()
-    assert summary.startswith("4 layers: ")
-    assert "1 frozen" in summary
-    assert "1 Model" in summary
+    assert all(words in summary for words in ("4 layers: ", "1 frozen", "1 Model"))
     assert len(lines) == 4
     assert verbose[0] == summary
     assert len(verbose) > 5
@@ -289,5 +279,3 @@ def test_names_follow_the_model_through_nested_modules_and_the_root():
         square(model, samples()).backward()
         assert list(probe.norms(per="parameter")) == [n for n, _ in model.named_parameters()]
         assert list(probe.norms(per="module")) == ["parts.body.0", "parts.body.1", "parts.head"]
-        with pytest.raises(ValueError, match="per"):
-            probe.norms(per="layer")

@@ -88,11 +88,6 @@ def data_parallel(module: nn.Module) -> Any:
     return None
 
 
-def learns_graph(ddp: Any) -> bool:
-    """Return True if the next backward is the first of a static graph, which it has to reduce."""
-    return bool(ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued)
-
-
 def skip_reduction(ddp: Any, covered: Sequence[Tensor]) -> None:
     """Let the current backward reduce nothing, unless it trains other parameters too: it would
     average .grad. Under join() other processes wait for it."""

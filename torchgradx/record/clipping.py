@@ -22,7 +22,7 @@ from ..hooks.copies import untraced
 from ..hooks.listening import drop_empty_tables, has_user_hooks
 from ..layers.table import Parameters
 from ..refusals import RefusedError, refused_all
-from ..sharding import data_parallel, is_sharded, learns_graph, mean_over, skip_reduction
+from ..sharding import data_parallel, is_sharded, mean_over, skip_reduction
 from .factors import ClipGroup, report_overflow
 
 MAX_WAITING = 64  # sums that wait for a copy: their memory must not add up
@@ -49,13 +49,14 @@ class ClipTape:
         self._is_torn = False  # .grad changed between the passes of a record
         self.closed = False  # the record is clipped already
         self._ddp: Callable[[], Any] = lambda: None
-        self._learns = False  # it learns a static graph from the backward to come
+        self._learns = False  # the next backward is the first of a static graph: it has to reduce
 
     def note_model(self, module: nn.Module) -> None:
         """Note the DistributedDataParallel around the model whose forward begins."""
         ddp = data_parallel(module)
         if ddp is not None:
-            self._ddp, self._learns = weakref.ref(ddp), learns_graph(ddp)
+            self._ddp = weakref.ref(ddp)
+            self._learns = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
 
     def close(self, runs: Iterable[Any]) -> None:
         """Remove all hooks, and drop what the tape and these passes keep."""
