@@ -1,7 +1,6 @@
 """What nvcc made of each kernel: compiled for an architecture, taken apart again. Needs no GPU.
 
-The disassembler is of the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, which read what
-an older nvcc wrote; the toolkit's own does not come with every installation.
+The disassembler is of the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm.
 """
 
 import os

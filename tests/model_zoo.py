@@ -1,7 +1,6 @@
 """Tiny models of the library that most users bring: a row each, random weights, nothing fetched.
 
-Each sample's loss is the mean over its own labelled positions, the batch's the mean of those: the
-library's own mean is over all tokens, under which long samples weigh more.
+Each sample's loss is the mean over its own labelled positions, the batch's the mean of those.
 """
 
 import os

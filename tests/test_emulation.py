@@ -1,7 +1,6 @@
 """The emulator itself: what right kernels compute on it, and that each fault is reported.
 
-The kernels are in emulation/unit.cu. A fault must be found in every thread order, since the checks
-do not depend on who happens to come first.
+The kernels are in emulation/unit.cu. A fault must be found in every thread order.
 """
 
 import ctypes

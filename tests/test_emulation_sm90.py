@@ -1,7 +1,6 @@
 """The emulator's Hopper: what right kernels compute on it, and that each fault is reported.
 
-The kernels are in emulation/unit_sm90.cu. Where bytes lie is written here once more, from the PTX
-manual's words: the addresses that ran on an H200.
+The kernels are in emulation/unit_sm90.cu. Where bytes lie is written here once more, as on an H200.
 """
 
 import ctypes

@@ -1,7 +1,6 @@
 """Compiles csrc/cuda/*.cu and their binding with g++ into a library that runs them on the CPU.
 
-Kernels are instrumented, the emulator under them is not. Objects are kept by the hash of all that
-went into them (build/emulation), so that a second run compiles nothing.
+Kernels are instrumented. Objects are kept by the hash of all that went into them (build/emulation).
 """
 
 import fcntl

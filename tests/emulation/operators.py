@@ -1,7 +1,6 @@
 """torch.ops.torchgradx_emulated.*: the CUDA operators, binding and launchers included, on the CPU.
 
-Every tensor that reaches a kernel lies in memory of its own, whose bounds are checked: operands
-are copied into it, read-only; results and workspaces are what the binding allocates meanwhile.
+Every tensor that reaches a kernel lies in memory of its own, whose bounds are checked.
 """
 
 import os
