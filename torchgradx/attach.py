@@ -55,7 +55,7 @@ def attach(
         batch_size: N, or a callable (args, kwargs) -> N, where the model's first tensor argument
             does not show it.
         layout: {module name or pattern: "batch" or "sequence"} for modules fed rows `n*T+t` or
-            `t*N+n`.
+            `t*N+n`. A name counts before patterns, of which the first that fits does.
         fused: weight gradient and norms from one pass where a kernel has it.
         weight_grad: False computes norms only, and leaves `.grad` as it is. A parameter's
             `register_hook` still sees its gradient; post-accumulate hooks are not called.
