@@ -230,9 +230,9 @@ any_mode = each_of(ANY)
 
 
 @any_mode
-@pytest.mark.parametrize(
-    "way", ["index_add", "put", "mask", "positions", "by choice", "heads", "tied"]
-)
+@pytest.mark.parametrize("way", [
+    "index_add", "put", "mask", "positions", "by choice", "heads", *["tied"] * ops.NATIVE,
+])  # fmt: skip
 def test_experts_that_are_given_the_rows_of_their_tokens(way, options):
     batches = [torch.randint(0, WORDS, shape) for shape in SHAPES]
     next_words = lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.flatten())  # noqa: E731

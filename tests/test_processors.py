@@ -1,7 +1,6 @@
 """The CPU kernels as they are built for other processors, of which ATen's own switch chooses one.
 
-In a process for each build that this processor can run and would not choose: products of rows and
-patches, normalisations, and the gates of recurrent layers, at sizes off every vector.
+A process runs each build that this processor can run and would not choose, at sizes off vectors.
 """
 
 import os
