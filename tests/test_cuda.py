@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchgradx
-from torchgradx.graph.owners import segments_from
+from torchgradx.graph.segments import segments_from
 
 CUDA = BACKENDS["cuda"]
 pytestmark = pytest.mark.skipif(bool(CUDA.missing), reason=CUDA.missing)
