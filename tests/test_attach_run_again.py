@@ -102,7 +102,7 @@ class Stateful(nn.Module):
 
 @fallback_mode
 def test_what_is_clipped_had_the_forwards_state(options):
-    """Where its gradients by sample take more memory than its input, clipping runs it again."""
+    """Clipping runs it again where its gradients by sample take more memory than its input."""
     model = nn.Sequential(nn.Linear(3, 4), Stateful(), nn.Linear(4, 2)).double()
     x = torch.randn(N, 3).double()
     rows = [gradients(model, square, row)[0] for row in x.split(1)]

@@ -241,7 +241,7 @@ def test_a_second_pass_of_a_structure_is_as_the_first(name):
 
 @pytest.mark.parametrize("way", [lambda x: x / x.std(0), lambda x: x - x.mean(0)])
 def test_what_is_not_finite_proves_nothing(way):
-    """Of a sample alone only, it is a mismatch; else the next pass is checked."""
+    """A mismatch, if a sample is so alone only; else the next pass is checked."""
     model = before_a_layer(way)
     with torchgradx.attach(model, check="samples") as probe:
         square(model, X1.index_fill(0, torch.tensor(0), torch.nan)).backward()

@@ -217,7 +217,7 @@ def clipping(make, wrap, where, options, bound=0.5):
 
 
 def a_part():
-    """What a probe for norms only does not cover is reduced as ever."""
+    """DDP reduces as ever what a probe for norms only does not cover."""
     model, twin = net(), net()
     wrapped, plain = map(DistributedDataParallel, (model, twin))
     with torchgradx.attach(model.blocks[0], weight_grad=False):

@@ -114,8 +114,8 @@ class Probe(Attachment):
         """Scale of the loss: a number, a Tensor [N], a GradScaler or a callable; see `attach`.
 
         Setting it holds for the passes to come and for all that reads them: `norms`, `dot`,
-        `clip_grad_norm_`, `NoiseScale`, `OutlierWatch`. After a GradScaler,
-        set here or by `attach`, other values are multiplied by its scale.
+        `clip_grad_norm_`, `NoiseScale`, `OutlierWatch`. After a GradScaler, set here or by
+        `attach`, other values are multiplied by its scale.
         """
         return self._record.scale
 

@@ -29,6 +29,7 @@ from .structure import UNSERVED
 from .verdict import Verdict
 
 ROUTED = ("mixes", "not_found", "unproven")  # refusals that owners may make unnecessary
+NEAR = 4  # nodes above a table among which one adds it to rows
 FAINT = -1e4  # an additive attention mask excludes a pair with a number below this
 Refusals = list[tuple[int, str]]  # (site, cause)
 
@@ -319,7 +320,7 @@ class SegmentExaminer:
             memory.note_constants(forward.uses, watch.observer.is_constant)
         for k in memory.tables(forward.uses):
             (_, _, node, _), paths[k] = forward.uses[k], []
-            while len(above := forward.graph.parents.get(node, [])) == 1 and len(paths[k]) < 4:
+            while len(above := forward.graph.parents.get(node, [])) == 1 and len(paths[k]) < NEAR:
                 node = above[0][0]
                 if one := graph.below.get((node, 0)):
                     paths[k].append((node, one))
@@ -334,8 +335,7 @@ class SegmentExaminer:
         is_mixed: Callable[[Owned | None], bool],
     ) -> tuple[list[Any], list[int | str]]:
         """Return the pass's segments, and for each use SEGMENTS + their place, or a cause."""
-        is_whole = all(one is not None for one in owned)
-        above = {} if is_whole else Graph([t for t, _ in heads]).parents
+        above = Graph([t for t, _ in heads]).parents if None in owned else {}
         segments = list(forward.run.segments)  # and those of earlier forwards of the same samples
         places: dict[int, int] = {}  # by the id of the owners, which many layers share
         layouts: list[int | str] = []
