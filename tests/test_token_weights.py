@@ -153,6 +153,9 @@ def test_other_zeros_are_no_cause_to_warn():
     assert warned(classes, hinge, lambda o, y: F.multi_margin_loss(o * 100, y)) == []
     rectified = nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU())
     assert warned(rectified, [(torch.randn(3, 1, 6, 6), None)], lambda o, _: o.sum()) == []
+    confirmed = [(torch.randn(n, 4, 6), None) for n in (8, 4)]  # by one more backward, at T = N
+    two = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    assert warned(two, confirmed, lambda o, _: o.square().mean()) == []
 
 
 @pytest.mark.parametrize("shape", ["flattened", "sequence first", "image", "beside a loss"])

@@ -307,14 +307,14 @@ class Attachment:
             self._audit.start_comparing()
         if inner or not run or out is None or not self._standing.on:
             return
-        if self._tokens.on and self._local.ids is None:
-            self._tokens.watch(found, run.n)
         if run.silent:  # a reentrant checkpoint: its graph owns no use until it is recomputed
             for node in _nodes_of(out):
                 node.metadata.setdefault("torchgradx", []).append(run)
         arguments = args, kwargs or {}
         forward = Forward(run, uses, [] if recalled else found, trace, self._sites)
         self._examine(forward, key, recalled, arguments, out)
+        if self._tokens.on and self._local.ids is None:  # after the proof's own backwards
+            self._tokens.watch(found, run.n)
         if verdicts is None and not run.in_graph:
             self._samples.listen(run, (key[0], *key[2:]), module, arguments, out)
         if not uses and not recalled:  # no use will announce its backward
