@@ -85,6 +85,8 @@ WAYS = {
     "bmm": lambda x, s: torch.bmm(x, s.T.expand(len(x), -1, -1)) @ s,
     "attention": lambda x, s: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None],
                                                              attn_mask=s @ s.T)[:, 0],
+    "between": lambda x, s: torch.lerp(x, s, 0.3) + torch.clamp(x, -s.exp(), s.exp()),
+    "powers": lambda x, s: x.exp() ** s + s.exp() ** x + F.prelu(x.mT, s.mean(0)).mT,
     "maximum": lambda x, s: torch.maximum(x, s), "where": lambda x, s: torch.where(x > 0, x, s),
     "norm": lambda x, s: F.layer_norm(x, (D,), s[0], s[1]),
     "transposed": lambda x, s: (x.transpose(0, 1) + s[:, None]).transpose(0, 1),

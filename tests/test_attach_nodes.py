@@ -151,6 +151,15 @@ def test_an_embedding_of_the_users_is_looked_up_as_a_stock_one(tied, padding, op
         check_clip(model, square, batches[0])
 
 
+@a_few_modes
+def test_rows_of_a_bare_table_are_looked_up(options):
+    parts = {"w": torch.randn(11, C), "o": nn.Linear(C, 2)}
+    model = Model(lambda m, ids: m.o(torch.tanh(m.w[ids])), **parts).double()
+    batches = [torch.randint(-11, 11, (n, T)) for n in (N, N, N + 1)]
+    shown = exact_steps(model, *batches, **options)
+    assert "(root): Model  [w]: lifted" in shown or options.get("backend") == "vmap"
+
+
 stop = identity(lambda grad: None)  # what is below receives no gradient at all
 
 

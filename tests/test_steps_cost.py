@@ -105,10 +105,18 @@ def pictured(m, ids):
     return m.head(m.words(ids) * places.cos() + patches.view(-1, 4, 8).sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize("forward", [words, padded, pictured])
+def recurrent(m, ids):
+    """As RWKV's: a decay that its first step multiplies by a state of zeros."""
+    h, state = m.words(ids), torch.zeros(len(ids), 8, device=ids.device)
+    for k in range(3):
+        state = torch.maximum(m.decay.sigmoid() * state, m.inner(h[:, k]))
+    return m.head(h + state[:, None] + m.places(ids % 16))
+
+
+@pytest.mark.parametrize("forward", [words, padded, pictured, recurrent])
 def test_other_batches_of_the_same_sizes_are_not_proven_anew(forward, backwards):
     parts = {"words": nn.Embedding(61, 8), "places": nn.Embedding(16, 8), "inner": nn.Linear(8, 8)}
-    model = Model(forward, **parts, head=nn.Linear(8, 61))
+    model = Model(forward, **parts, head=nn.Linear(8, 61), decay=torch.rand(8))
     with torchgradx.attach(model) as probe:
         for t, most in [(8, 5), (8, 0), (8, 0), (10, 1), (6, 1), (7, 1), (10, 0), (6, 0)]:
             backwards.clear()

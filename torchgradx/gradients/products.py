@@ -28,6 +28,7 @@ MAX_LOOPED = 8  # samples; for fewer a loop is faster than to set up vmap
 CONVOLUTION = "ConvolutionBackward0"
 ADD = "AddBackward0"
 EMBEDDING = "EmbeddingBackward0"
+INDEX = "IndexBackward0"
 INDEX_PUT = "IndexPutBackward0"  # x[mask] = values, which are operand 1
 MV = "MvBackward0"  # rows @ vector
 # Products of elementwise nodes, before the sum over the dimensions that an operand is broadcast to.
@@ -38,15 +39,16 @@ ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
         (g * -node._saved_self / node._saved_other if k else g) / node._saved_other
     ),
     "MulBackward0": lambda node, k, g: g * (node._saved_self if k else node._saved_other),
-    "AddcmulBackward0": lambda node, k, g: (
-        g * (node._saved_tensor2 if k == 1 else node._saved_tensor1) * node._saved_value if k else g
-    ),
     "ExpandBackward0": lambda node, k, g: g,
     "RepeatBackward0": lambda node, k, g: g,
-    "WhereBackward0": lambda node, k, g: g.masked_fill(
-        node._saved_condition if k else ~node._saved_condition, 0
-    ),
-}
+    # The nodes themselves do not sum over broadcast dimensions.
+    **dict.fromkeys(("LerpBackward1", "PowBackward1", "RemainderBackward1", *(
+        f"{name}Backward{k}" for k in (0, 1) for name in ("ClampMax", "ClampMin")
+    ), *(f"{name}Backward0" for name in (
+        "Addcdiv", "Addcmul", "Atan2", "Clamp", "Fmax", "Fmin", "Hypot", "Lerp", "Logaddexp",
+        "Maximum", "Minimum", "PreluKernel", "Rsub", "Where", "Xlogy",
+    ))), lambda node, k, g: node(g)[k]),
+}  # fmt: skip
 # Nodes that pass on the gradient in another shape or dtype.
 LINKS = {CAST, *(f"{name}Backward0" for name in (
     "Alias", "Clone", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
@@ -157,7 +159,16 @@ def makes_in_full(node: Node) -> bool:
 
 
 def in_closed_form(node: Node) -> bool:
-    return is_elementwise(node) or node.name() in {*ROWS, CONVOLUTION, EMBEDDING, INDEX_PUT, MV}
+    known = node.name() in {*ROWS, CONVOLUTION, EMBEDDING, INDEX_PUT, MV}
+    return known or is_elementwise(node) or _row_indices(node) is not None
+
+
+def _row_indices(node: Node) -> Tensor | None:
+    """Return the indices of rows that a node takes from a matrix, as in table[ids]."""
+    if node.name() != INDEX or len(shape_of(*node.next_functions[0])) != 2:
+        return None
+    ids, *others = node._saved_indices
+    return ids if not others and ids.dtype == torch.long else None
 
 
 def scales_by_count(node: Node) -> bool:
@@ -269,6 +280,10 @@ def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -
     if name == EMBEDDING:
         ids, grads = (split_samples(t, layout, n) for t in (node._saved_indices, g))
         return lookup_product(node, ids, grads)
+    if name == INDEX and (ids := _row_indices(node)) is not None:
+        count, width = shape_of(*node.next_functions[0])
+        ids, grads = (split_samples(t, layout, n) for t in (ids % count, g))
+        return LookedUp(ids.reshape(n, -1), grads.reshape(n, -1, width), count)
     if name == CONVOLUTION:
         return _convolution(node, operand, g, layout, n)
     saved, place = ROWS.get(name, ("", -1))
@@ -336,11 +351,9 @@ def closed_form_below(
     elif name in POINTWISE and not g.is_complex() and shape == shape_of(node, 0):
         factor = ask(torch.ones_like(g[0]))[operand]
         product = None if factor is None else g * factor
-    elif name == "IndexBackward0" and len(shape) == 2:
-        ids = node._saved_indices
-        if len(ids) == 1 and ids[0].dtype == torch.long:
-            rows = g.reshape(len(g), -1, shape[1])
-            return LookedUp(ids[0].flatten().expand(len(g), -1) % shape[0], rows, shape[0])
+    elif name == INDEX and (ids := _row_indices(node)) is not None:
+        rows = g.reshape(len(g), -1, shape[1])
+        return LookedUp(ids.flatten().expand(len(g), -1) % shape[0], rows, shape[0])
     return None if product is None else product.to(dtype_of(*node.next_functions[operand]))
 
 

@@ -130,7 +130,9 @@ class Region:
             if not proven:  # sizes do not distinguish tables
                 sized = None if is_shared else layout_of_node(self._graph, use, self._n)
                 layout = None if self._is_given(node, sized) else sized
-            elif layout == NOWHERE and not (self._is_constant and is_shared):
+            elif layout == NOWHERE and self._is_constant and is_shared:
+                layout = None  # multiplied by zeros above, but no place where samples come in
+            elif layout == NOWHERE:
                 sized = layout_of_node(self._graph, use, self._n)
                 layout = NOWHERE if sized is None else sized
             is_single = len(self._graph.numbers(node)) < 2
