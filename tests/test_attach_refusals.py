@@ -247,6 +247,24 @@ def test_a_lazy_model_is_told_to_run_first():
         torchgradx.attach(nn.Sequential(nn.LazyLinear(3)))
 
 
+class Listing(nn.Linear):
+    """As torchrl's losses: lists its parameters in its own way."""
+
+    others = ()
+
+    def named_parameters(self, prefix="", recurse=True):
+        return [*super().named_parameters(prefix, recurse), *self.others]
+
+
+@a_few_modes
+def test_a_model_that_lists_its_parameters_itself(options):
+    model, x = Listing(3, 2).double(), torch.randn(N, 3).double()
+    exact_or_refused(model, square, x, **options)
+    model.others = [("hidden", nn.Parameter(torch.ones(2)))]
+    with pytest.raises(ValueError, match=r"no module of it holds \(hidden\)"):
+        torchgradx.attach(model)
+
+
 @a_few_modes
 def test_an_output_that_was_left_out_is_proven_when_it_is_there(options):
     def forward(m, x):

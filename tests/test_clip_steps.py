@@ -10,6 +10,7 @@ import torch
 from attach_models import DEVICE, Model, mlp, square
 from clip_oracle import bounded, check_clip, clipped, gradients, is_sum, norms_of, refuses, weighted
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -46,6 +47,19 @@ def test_accumulation_over_unequal_batches(read, check, backend, weight_grad):
                 probe.norms()
             assert probe.clip_grad_norm_(BOUND).shape == (8,)
             is_sum(model, clipped(model, *batches, share=1 / 3))
+
+
+@either
+def test_what_no_step_has_clipped_is_dropped_once_weights_have_changed(weight_grad):
+    model, seen = net(), []
+    with torchgradx.attach(model, clip=True, weight_grad=weight_grad) as probe:
+        for _ in range(4):
+            x = batch()
+            seen.append(StorageWeakRef(x.untyped_storage()))
+            square(model, x).backward()
+            model[0].bias.detach().add_(1)  # as an optimizer does
+        assert [ref.expired() for ref in seen] == [True, True, True, False]
+        refuses(torchgradx.CoverageError, "weights were changed", probe, model, BOUND)
 
 
 def test_samples_that_are_run_alone_leave_nothing_in_grad():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from .extension import NATIVE
+from .layers.modules import named_in_full
 from .layers.table import Parameters
 from .reference.chunks import accumulation_dtype
 from .refusals import refused_all
@@ -157,7 +158,12 @@ def _check_layout(layout: Any, modules: Mapping[str, nn.Module]) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    parameters = dict(model.named_parameters())
+    parameters, held = dict(model.named_parameters()), set(map(id, named_in_full(model).values()))
+    if others := [name for name, p in parameters.items() if id(p) not in held]:
+        raise ValueError(
+            f"model lists a parameter that no module of it holds ({others[0]}): attach to the "
+            "module that holds it"
+        )
     lazy = [name for name, p in parameters.items() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise ValueError(f"model has uninitialized parameters ({lazy[0]}): run a forward first")

@@ -280,9 +280,9 @@ def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -
     if name == EMBEDDING:
         ids, grads = (split_samples(t, layout, n) for t in (node._saved_indices, g))
         return lookup_product(node, ids, grads)
-    if name == INDEX and (ids := _row_indices(node)) is not None:
+    if (indices := _row_indices(node)) is not None:
         count, width = shape_of(*node.next_functions[0])
-        ids, grads = (split_samples(t, layout, n) for t in (ids % count, g))
+        ids, grads = (split_samples(t, layout, n) for t in (indices % count, g))
         return LookedUp(ids.reshape(n, -1), grads.reshape(n, -1, width), count)
     if name == CONVOLUTION:
         return _convolution(node, operand, g, layout, n)
@@ -351,7 +351,7 @@ def closed_form_below(
     elif name in POINTWISE and not g.is_complex() and shape == shape_of(node, 0):
         factor = ask(torch.ones_like(g[0]))[operand]
         product = None if factor is None else g * factor
-    elif name == INDEX and (ids := _row_indices(node)) is not None:
+    elif (ids := _row_indices(node)) is not None:
         rows = g.reshape(len(g), -1, shape[1])
         return LookedUp(ids.flatten().expand(len(g), -1) % shape[0], rows, shape[0])
     return None if product is None else product.to(dtype_of(*node.next_functions[operand]))

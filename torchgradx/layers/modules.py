@@ -71,6 +71,11 @@ def _key_of(value: Any, depth: int = 3) -> Any:
         return id(value)
 
 
+def named_in_full(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters by all of their names, whatever its own method lists."""
+    return dict(nn.Module.named_parameters(module, remove_duplicate=False))
+
+
 def is_opaque(module: nn.Module) -> bool:
     """Return True if a module uses its children's parameters without calling the children."""
     return isinstance(module, nn.MultiheadAttention) or parametrize.is_parametrized(module)
@@ -82,7 +87,7 @@ def own_names(module: nn.Module) -> list[str]:
     child's: a module that runs again would count it twice. If the module itself uses it as well,
     that use is not recorded, and refused when the norms are read."""
     if is_opaque(module):
-        return [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        return list(named_in_full(module))
     children = [child for child in module.children() if not isinstance(child, CONTAINERS)]
     below = {id(p) for child in children for p in child.parameters()}
     names = [name for name, p in module._parameters.items() if p is not None]

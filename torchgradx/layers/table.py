@@ -20,7 +20,7 @@ from ..extension import NATIVE
 from ..graph.layout import BATCH, SEQUENCE
 from ..refusals import refused_all
 from ..sharding import parts_and_wholes, sharded
-from .modules import is_opaque, modules_in_order, own_names, recurrent_weights
+from .modules import is_opaque, modules_in_order, named_in_full, own_names, recurrent_weights
 from .rules import Layer, rule_of
 
 LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
@@ -37,16 +37,17 @@ class Parameters:
         self._aliases: dict[str, int] = {}
         modules = dict(model.named_modules(remove_duplicate=False))
         self._tied: list[tuple[dict[str, Any], str, int]] = []  # slots of second names
-        for name, p in model.named_parameters(remove_duplicate=False):
+        self._tensors: list[Tensor] = []  # by place
+        for name, p in named_in_full(model).items():
             owner, _, key = name.rpartition(".")
             if id(p) in places:
                 self._tied.append((modules[owner]._parameters, key, places[id(p)]))
             else:
                 places[id(p)] = len(self.names)
                 self.names.append(name)
+                self._tensors.append(p)
                 self._slots.append((modules[owner]._parameters, key))
             self._aliases[name] = places[id(p)]
-        self._tensors: list[Tensor] = list(model.parameters())
         self.computed = False  # True: some tensor is not a leaf, but computed from others
         self.altered: list[str] = []  # module options that changed since attach
         self._modules = list(model.modules())

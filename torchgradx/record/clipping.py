@@ -47,6 +47,7 @@ class ClipTape:
         self._elements: dict[int, Tensor] = {}  # by place: some of .grad's then, under a GradScaler
         self._idle: set[int] = set()  # places that received no gradient
         self._is_torn = False  # .grad changed between the passes of a record
+        self._is_stale = False  # the weights did, and what earlier passes kept is dropped
         self.closed = False  # the record is clipped already
         self._ddp: Callable[[], Any] = lambda: None
         self._learns = False  # the next backward is the first of a static graph: it has to reduce
@@ -73,15 +74,16 @@ class ClipTape:
         """Drop what is kept: the record ends."""
         self._uses.clear()
         self._others, self._versions, self._marks, self._elements = {}, [], {}, {}
-        self._is_torn = self.closed = False
+        self._is_torn = self._is_stale = self.closed = False
 
-    def begin(self, first: bool) -> None:
-        """Begin a pass before its gradients reach .grad. first: of the record."""
+    def begin(self, earlier: Sequence[Pass]) -> None:
+        """Begin a pass before its gradients reach .grad. earlier: passes of the record."""
         if not self._recorder.keeps_tape:
             return
         tensors = self._parameters.tensors()
-        if not first:
+        if earlier:
             self._is_torn = self.disturbed
+            self._drop_stale(earlier, tensors)
             return
         self.clear()
         for place, p in enumerate(tensors):
@@ -92,6 +94,13 @@ class ClipTape:
                 self._hooks[place] = p, hook
         self._versions = [p._version for p in tensors]
         self._others = {k: p.grad.clone() for k, p in enumerate(tensors) if p.grad is not None}
+
+    def _drop_stale(self, earlier: Sequence[Pass], tensors: Sequence[Tensor]) -> None:
+        """Drop what earlier passes keep, if weights have changed: they cannot be clipped now."""
+        self._is_stale = self._is_stale or [p._version for p in tensors] != self._versions
+        for run in reversed(earlier if self._is_stale else ()):
+            if not run.take_tape():
+                return  # the rest is dropped already
 
     @untraced
     def _accumulated(self, place: int, p: Tensor) -> None:
@@ -158,7 +167,8 @@ class ClipTape:
         used = {place for _, _, places in self._uses for place in places}
         self._idle = {place for place in self._maybe_idle(used) if _is_idle(place, runs)}
         used -= self._idle
-        self._refuse("clip_weights", (k for k in used if tensors[k]._version != self._versions[k]))
+        changed = (k for k in used if tensors[k]._version != self._versions[k])
+        self._refuse("clip_weights", range(len(tensors)) if self._is_stale else changed)
         hooked = (k for k in used if has_user_hooks(tensors[k]._backward_hooks)
                   or has_user_hooks(tensors[k]._post_accumulate_grad_hooks))  # fmt: skip
         self._refuse("clip_hooks", hooked)
@@ -311,11 +321,13 @@ class DeferredTape(ClipTape):
 
     disturbed = False
 
-    def begin(self, first: bool) -> None:
+    def begin(self, earlier: Sequence[Pass]) -> None:
         tensors, ddp = self._parameters.tensors(), self._ddp()
         if ddp is not None and not self._learns:
             skip_reduction(ddp, tensors)
-        if self._recorder.keeps_tape and first:
+        if self._recorder.keeps_tape and earlier:
+            self._drop_stale(earlier, tensors)
+        elif self._recorder.keeps_tape:
             self.clear()
             self._versions = [p._version for p in tensors]
 

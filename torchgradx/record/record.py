@@ -87,7 +87,7 @@ class Record:
         with self._lock:  # two threads must not both begin a new record
             if self._is_read:
                 self.clear()
-            self.tape.begin(first=not self.runs)
+            self.tape.begin([earlier for earlier, _ in self.runs])
             if self._needs_clean_grads and not self.runs:
                 self._grads_before = self._largest_elements(run.trainable)
             if run.serial and any(other.serial == run.serial for other, _ in self.runs):

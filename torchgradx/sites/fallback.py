@@ -29,6 +29,7 @@ from ..graph.layout import BATCH, SEGMENTS, SEQUENCE
 from ..graph.nodes import nodes_below
 from ..graph.sizes import as_rows
 from ..kept import Versions
+from ..layers.modules import named_in_full
 from ..reference.chunks import accumulation_dtype, chunks
 from ..refusals import RefusedError, cause
 from .regime import OtherOutputsError, Outcome, Regime, require_same
@@ -142,7 +143,7 @@ def _run_vmap(call: Call) -> Chunks:
     if len(grads) < len(arrived):
         raise ValueError("an output's samples are elsewhere than in the first")
     names = [f"module.{name}" for name in call.names]
-    by_name = dict(module.named_parameters(remove_duplicate=False))
+    by_name = named_in_full(module)
     parameters = {name: by_name[name].detach() for name in names}
 
     def objective(
@@ -226,7 +227,7 @@ class ClipCall:
 
     def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
         """Return sums over samples, each times its factor [N], for the parameters at `places`."""
-        by_name = dict(self._call.module.named_parameters(remove_duplicate=False))
+        by_name = named_in_full(self._call.module)
         sums = [torch.zeros_like(by_name[name], requires_grad=False) for name in self._call.names]
         for chunk, gradients in per_sample_gradients(self._call, self._unrecorded, {}):
             terms = (weighted(g, factors[chunk]).view_as(g[0]) for g in gradients)
@@ -238,7 +239,7 @@ def run_again(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     """Run a stand-in in a new graph; return its outputs, and its parameters, leaves of that graph.
     Raise OtherOutputsError if an output with a gradient is not the forward's."""
     args, kwargs = call.arguments
-    by_name = dict(call.module.named_parameters(remove_duplicate=False))
+    by_name = named_in_full(call.module)
     parameters = [by_name[name].detach().requires_grad_() for name in call.names]
     swaps = {id(by_name[name]): p for name, p in zip(call.names, parameters, strict=True)}
     swap_tensors(call.module, swaps)
