@@ -47,6 +47,9 @@ def test_two_models_that_share_a_module_cannot_both_be_attached():
     one, other = nn.Sequential(trunk, nn.Linear(3, 1)), nn.Sequential(trunk, nn.Linear(3, 2))
     with torchgradx.attach(one), pytest.raises(RuntimeError, match="'0' is attached already"):
         torchgradx.attach(other)
+    shared = nn.Tanh()  # without a parameter, as a default argument is
+    with torchgradx.attach(nn.Sequential(trunk, shared)):
+        torchgradx.attach(nn.Sequential(nn.Linear(3, 2), shared)).remove()
 
 
 def both_outputs(m, x):

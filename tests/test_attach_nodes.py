@@ -2,6 +2,8 @@
 norms, adapters), tables of the user's, and where no gradient comes."""
 
 import copy
+from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from attach_oracle import close_named, loop
 from attach_steps import exact_step, exact_steps, refusal
 from clip_oracle import check_clip
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgradx
 
@@ -158,6 +161,27 @@ def test_rows_of_a_bare_table_are_looked_up(options):
     batches = [torch.randint(-11, 11, (n, T)) for n in (N, N, N + 1)]
     shown = exact_steps(model, *batches, **options)
     assert "(root): Model  [w]: lifted" in shown or options.get("backend") == "vmap"
+
+
+def through(layer, *args):
+    return layer.before(*args)
+
+
+@a_few_modes
+@pytest.mark.parametrize("use_reentrant", [None, True])
+@pytest.mark.parametrize("how", ["partial", "method"])
+def test_a_stock_layer_whose_forward_is_replaced_as_by_accelerate(how, use_reentrant, options):
+    def forward(m, x):
+        inner = lambda h: m.b(h).tanh()  # noqa: E731
+        h = m.a(x)
+        return m.c(inner(h) if use_reentrant is None else checkpoint(inner, h, use_reentrant=True))
+
+    model = Model(forward, a=nn.Linear(3, C), b=nn.Linear(C, C), c=nn.Linear(C, 2)).double()
+    for layer in model.children():
+        layer.before = layer.forward
+        layer.forward = {"partial": partial, "method": MethodType}[how](through, layer)
+    shown = exact_steps(model, *(torch.randn(n, T, 3).double() for n in (N, N + 1)), **options)
+    assert "a: Linear  [a.weight, a.bias]: lifted" in shown or options.get("backend") == "vmap"
 
 
 stop = identity(lambda grad: None)  # what is below receives no gradient at all

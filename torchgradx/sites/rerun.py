@@ -87,8 +87,7 @@ class FallbackSite(Delivery):
         if self.declared >= 0 or self._had_products or attends:
             return False
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
-        is_users = not stock_of(type(self._module)).__module__.startswith("torch.nn.")
-        return is_users or self._has_maker or any(children)
+        return has_users_forward(self._module) or self._has_maker or any(children)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         call = self._call

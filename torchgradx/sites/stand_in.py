@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict, deque
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -48,9 +49,12 @@ def _copy_shallow(module: nn.Module, copies: dict[int, nn.Module]) -> nn.Module:
     # Not by calling the class: a sharded module's class makes the plain module in __new__.
     twin = copies[id(module)] = object.__new__(stock_of(type(module)))
     twin.__dict__ = dict(module.__dict__)
-    for key, v in module.__dict__.items():
-        if isinstance(v, MethodType) and v.__self__ is module:  # a forward set on the instance
+    for key, v in module.__dict__.items():  # a forward set on the instance
+        if isinstance(v, MethodType) and v.__self__ is module:
             twin.__dict__[key] = MethodType(v.__func__, twin)
+        elif isinstance(v, partial):
+            given = (twin if part is module else part for part in v.args)
+            twin.__dict__[key] = partial(v.func, *given, **v.keywords)
     makers = {key: h for key, h in module._forward_pre_hooks.items() if makes_weight(h)}
     twin.__dict__.update(
         _parameters=dict(module._parameters),

@@ -67,9 +67,11 @@ def _stand_ins_of(module: nn.Module) -> list[StandIns]:
 
 
 def _refuse_attached(model: nn.Module) -> None:
-    """Raise RuntimeError if a probe is attached to a module."""
+    """Raise RuntimeError if a probe is attached to the model, or to a module that has something of
+    its own: two models may share an activation."""
     for name, module in model.named_modules():
-        if any(one.on for one in _stand_ins_of(module)):
+        has_own = not name or module._parameters or module._buffers
+        if has_own and any(one.on for one in _stand_ins_of(module)):
             where = f"its module {name!r}" if name else "the model"
             raise RuntimeError(
                 f"{where} is attached already: remove() the other probe first, which "
