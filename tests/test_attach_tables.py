@@ -27,6 +27,7 @@ MASKS = {
     "[1, T] > 1": lambda t: torch.arange(t)[None] > 1,
     "[T] > 1": lambda t: torch.arange(t) > 1,
 }
+NUMBERS = {"[]": lambda t: torch.tensor(3), "[1]": lambda t: torch.tensor([1.5])}
 
 
 @fallback_mode
@@ -45,10 +46,10 @@ def test_ids_that_a_module_keeps_are_of_no_sample(kept, options):
 
 
 @fallback_mode
-@pytest.mark.parametrize("ids", ["[T]", "[1, T]", *MASKS])
+@pytest.mark.parametrize("ids", ["[T]", "[1, T]", *MASKS, *NUMBERS])
 def test_what_a_model_is_called_with_for_all_samples_is_of_none(ids, options):
-    """Ids and masks; of as many positions as samples there may be refusals."""
-    given = (IDS | MASKS)[ids]
+    """Ids, masks, a time; of as many positions as samples there may be refusals."""
+    given = (IDS | MASKS | NUMBERS)[ids]
     model = placed(lambda m, i, p: m.p(p.long()))
     for n, t in [(N, T), (N, 2 * N), (1, T), (N, 1), (2, T)]:
         check(model, lambda m, i: square(m, i, given(i.shape[1])), tokens(n, t), **options)

@@ -218,10 +218,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _is_shared(t: Tensor, first: Tensor, n: int, batch_dim: int) -> bool:
-    """Return True for ids and masks that all samples share, such as positions [T] or [1, T].
-    first: the first argument that has the samples in `batch_dim`."""
+    """Return True for one number (a time step), and for ids and masks that all samples share, such
+    as positions [T] or [1, T]. first: the first argument that has the samples in `batch_dim`."""
     shape, sizes = list(t.shape), list(first.shape)
-    if t.is_floating_point() or t.is_complex() or not shape:
+    if t.numel() == 1 < n:
+        return True
+    if t.is_floating_point() or t.is_complex():
         return False
     if first.is_floating_point() and first.dim() < 3:
         return False
