@@ -240,10 +240,12 @@ def test_complex_parameters_are_refused_and_real_ones_in_their_place_are_exact(o
     model = Model(forward, w=torch.randn(3, 2))
     check(model, square, torch.randn(N, 3), **options)
     w = torch.randn(3, 3, dtype=torch.complex64)
-    model = Model(lambda m, x: m.l(x) + (x.to(w.dtype) @ m.w).real, l=nn.Linear(3, 3), w=w)
-    with torchgradx.attach(model, **options) as probe:
-        square(model, torch.randn(N, 3)).backward()
-        refusal(probe, "view_as_complex")
+    use, parts = (lambda m, x, w: m.l(x) + (x.to(w.dtype) @ w).real), {"l": nn.Linear(3, 3)}
+    own, of_child = Model(lambda m, x: use(m, x, m.w), w=w, **parts), Model(None, w=w)
+    for model in (own, Model(lambda m, x: use(m, x, m.child.w), child=of_child, **parts)):
+        with torchgradx.attach(model, **options) as probe:
+            square(model, torch.randn(N, 3)).backward()
+            refusal(probe, "view_as_complex")
 
 
 @pytest.mark.parametrize("algorithm", ["gram", "direct"])
@@ -258,8 +260,8 @@ def test_a_forced_algorithm_is_used_and_gives_the_same_norms(algorithm, fused):
 
 
 def test_explain_begins_with_a_summary_and_has_a_line_for_each_layer():
-    power = Model(lambda m, x: x.abs().pow(m.exponent), exponent=torch.rand(5))
-    net = nn.Sequential(nn.Linear(3, 5), power, nn.LayerNorm(5), nn.Linear(5, 2))
+    far = Model(lambda m, x: torch.cdist(x, m.centres), centres=torch.rand(5, 5))
+    net = nn.Sequential(nn.Linear(3, 5), far, nn.LayerNorm(5), nn.Linear(5, 2))
     net[0].requires_grad_(False)
     with torchgradx.attach(net) as probe:
         square(net, torch.randn(N, 6, 3)).backward()

@@ -26,7 +26,8 @@ backward_failed: the backward of the recorded forward raised an exception, so no
 no_backward: no backward has reached the recorded forward, so nothing is recorded
     > Call loss.backward() on a loss of its outputs, then read. torch.autograd.grad does not count
 called_directly: only model.forward or submodules were called, so nothing is recorded
-    > Call the model itself with grad enabled: model(x)
+    > Call the model itself with grad enabled: model(x). Where other methods are called
+    (model.encode), attach to a module whose forward calls them
 paused: the model was called inside paused() or score() only, so nothing is recorded
     > Call it outside of them
 no_grad: the model was called under no_grad or inference_mode only, so nothing is recorded
@@ -46,8 +47,8 @@ batch_statistics: it normalises by the batch's statistics, which mix samples
 mixes: its rows mix the {n} samples: each row of its output {shape} depends on several of them, so
     it has no per-sample gradient
     > If its input is the same for all samples (position ids), register it as a buffer or build it
-    in forward with torch.arange. Rows of samples must be in the order n*T+t or t*N+n: for others
-    (sorted, a part of the batch, padding removed) pass sample_ids=
+    in forward with torch.arange, not torch.tensor([...]). Rows of samples must be in the order
+    n*T+t or t*N+n: for others (sorted, a part of the batch, padding removed) pass sample_ids=
 unbatched: it was called without a batch dimension, so it works along the {n} samples
     > Give it three dimensions
 scale_grad_by_freq: scale_grad_by_freq divides by how often an id is in the batch
@@ -104,7 +105,8 @@ packed: it was given a packed sequence, and does not return one of {n} samples f
 
 == What was not recorded
 outside: its module was called outside of the model's own forward
-    > Call the model itself, or put probe.paused() around the call
+    > Call the model itself, or attach to a module whose forward makes these calls (encode, decode);
+    or put probe.paused() around the call
 beyond: it is used in {places} place(s) that were not recorded: a weight penalty in the loss, a use
     outside model(...), or outside of modules in a checkpoint
     > Call backward() on the penalty separately, or use the optimizer's weight_decay; call the

@@ -30,8 +30,9 @@ def refusal_of(
     if any(run.create_graph for run in runs):
         causes = dict.fromkeys(trainable, "create_graph")
     causes |= _causes_of_refusals(recorder, layers, trainable, any(run.silent for run in runs))
-    odd = ((place, n) for place, n in enumerate(recorder.balance) if n)  # edges minus uses
+    odd = [(place, n) for place, n in enumerate(recorder.balance) if n]  # edges minus uses
     doubts = [
+        *((place, "complex") for place, n in odd if parameters.tensor(place).is_complex()),
         *((place, cause("beyond" if n > 0 else "without_edge", places=abs(n))) for place, n in odd),
         *((place, "not_the_sum") for _, place in record.mismatched),
         *((place, "overwritten") for run in runs for place in run.changed()),
