@@ -85,10 +85,11 @@ c10::intrusive_ptr<Use> begin_use(const std::shared_ptr<Site>& site, const Tenso
     pass->refusals.emplace_back(site->index, "nested");
     return {};
   }
-  // A part of a parameter (attention) is a view of it; what else is no leaf was made from what gets another gradient.
+  // A part of a parameter (attention) is a view of it. What else is no leaf (of functional_call) was computed from
+  // others' parameters, which the graph shows as it shows any use of these outside of their modules.
   if ((wants_weight && site->weight_rows.parts == 1 && !weight.is_leaf()) ||
       (wants_bias && site->bias_rows.parts == 1 && !bias->is_leaf()))
-    pass->refusals.emplace_back(site->index, "computed");
+    return {};
   // Where operators are observed (torchgradx/graph/constant.py), or a selective checkpoint takes them down.
   const bool heard = watching() || c10::impl::TorchDispatchModeTLS::any_modes_set();
   if (heard && site->recorder->depth() > 0) {

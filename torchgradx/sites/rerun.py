@@ -106,12 +106,11 @@ class FallbackSite(Delivery):
         self._call.first = torch.autograd._get_sequence_nr()
 
     def _trained(self, module: nn.Module) -> dict[int, Tensor]:
-        """Return the parameters that require a gradient, by place."""
-        return {
-            place: p
-            for place, name in self._names.items()
-            if (p := parameter_of(module, name)) is not None and p.requires_grad
-        }
+        """Return the parameters that require a gradient, by place. Of functional_call there are
+        none: the graph shows what its tensors were computed from."""
+        named = ((place, parameter_of(module, name)) for place, name in self._names.items())
+        found = {place: p for place, p in named if p is not None and p.requires_grad}
+        return found if all(p.is_leaf for p in found.values()) else {}
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Record the call. Return what replaces the module's output; None: nothing."""
@@ -150,8 +149,6 @@ class FallbackSite(Delivery):
         mixes = why_mixed(self._module, [*args, *kwargs.values()], n) if self._may_mix else None
         if mixes or not parameters:  # batch statistics mix the gradients of layers above too
             return mixes if parameters or mixes == "batch_statistics" else None
-        if not all(p.is_leaf for p in parameters.values()):
-            return "computed"
         return why_not_rerun(parameters.values(), arguments, packs, n)
 
     def _record_use(
