@@ -8,7 +8,7 @@ import torch
 from attach_models import DEVICE, Model, mlp, square, under_autocast
 from attach_modes import a_few_modes
 from attach_oracle import check, close_named, loop, loop_model
-from attach_steps import exact_step, refusal
+from attach_steps import exact_step, exact_steps, refusal
 from recurrent_models import computes_halves
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -193,3 +193,10 @@ def test_an_lstm_under_autocast_goes_through_time(more, options):
         assert "run again" not in probe.explain().partition("\n")[0]
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(model(x), twin(x))
+
+
+@a_few_modes
+def test_a_parameter_that_is_rounded_on_its_way_is_compared_as_such(options):
+    forward = lambda m, x: m.l(x) * m.p.bfloat16().to(x.dtype)  # noqa: E731
+    model, x = Model(forward, l=nn.Linear(3, 5), p=torch.randn(5)), torch.randn(4, 6, 3)
+    exact_steps(model, x, x[:3], rtol=1e-2, **options)

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from ..extension import _C
 from ..gradients.products import ADD, CAST, is_elementwise, is_passthrough
 from ..graph.layout import BATCH, SEQUENCE, Watched
-from ..graph.nodes import Graph, Node, Shape, is_leaf, nodes_below
+from ..graph.nodes import Graph, Node, Shape, coarsest_eps, dtype_of, is_leaf, nodes_below
 from .frontier import LiftPlan
 
 
@@ -144,7 +146,8 @@ def _shorten(graph: Graph, by_node: dict[Node, Station], node: Node, operand: in
             return []
         links.append(links[-1].next_functions[next(iter(station.inward))][0])
     has_other_parents = any(len(graph.parents[link]) > 1 for link in links)
-    if len(station.leaves) != 1 or not is_passthrough(links[-1]) or has_other_parents:
+    rounds = coarsest_eps(links, ()) > torch.finfo(dtype_of(node, 0)).eps  # a cast to bfloat16
+    if len(station.leaves) != 1 or not is_passthrough(links[-1]) or has_other_parents or rounds:
         return []
     by_node[node].leaves[operand] = next(iter(station.leaves.values()))
     del by_node[node].inward[operand]
