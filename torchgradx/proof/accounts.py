@@ -30,9 +30,8 @@ def refusal_of(
     if any(run.create_graph for run in runs):
         causes = dict.fromkeys(trainable, "create_graph")
     causes |= _causes_of_refusals(recorder, layers, trainable, any(run.silent for run in runs))
-    odd = [(place, n) for place, n in enumerate(recorder.balance) if n]  # edges minus uses
+    odd = ((place, n) for place, n in enumerate(recorder.balance) if n)  # edges minus uses
     doubts = [
-        *((place, "complex") for place, n in odd if parameters.tensor(place).is_complex()),
         *((place, cause("beyond" if n > 0 else "without_edge", places=abs(n))) for place, n in odd),
         *((place, "not_the_sum") for _, place in record.mismatched),
         *((place, "overwritten") for run in runs for place in run.changed()),
@@ -40,7 +39,8 @@ def refusal_of(
     ]
     for place, why in sorted(doubts, key=itemgetter(0)):  # stable: a place's first doubt counts
         if place in trainable:
-            causes.setdefault(place, why)
+            is_complex = parameters.tensor(place).is_complex()
+            causes.setdefault(place, "complex" if is_complex else why)
     for place, why in record.refused.items():  # a sample alone: what is above explains it too
         causes.setdefault(place, why)
     named = {parameters.names[place]: why for place, why in causes.items()}
