@@ -204,6 +204,33 @@ def test_positions_that_meet_are_refused(function, a, ids, why):
         refusal(probe, why)
 
 
+PACKED = torch.tensor([[0, 0, 1, 1, 1], [2, 3, 3, 3, 3]])
+LINES = torch.tensor([[1] * 5, [0] * 5, [0] * 5])
+
+
+@pytest.mark.parametrize(("function", "ids", "own"), [
+    (lambda m, x: m.b(m.a(x))[:, :-1].log_softmax(-1)[..., 1], PACKED, PACKED[:, :-1]),
+    (lambda m, x: m.b(torch.tanh(m.a(x)[:, 1:])), PACKED, PACKED[:, 1:]),
+    (lambda m, x: m.b(torch.tanh(m.a(x))).mean(1), LINES, LINES[:, 0]),
+    (lambda m, x: m.b(m.a(x))[:, :-1].flip(1), PACKED, None),
+    (lambda m, x: m.b(m.a(x)[:, 1:] - m.a(x)[:, :-1]), PACKED, None),
+], ids=["shifted", "the last rows", "pooled lines", "flipped", "two slices"])  # fmt: skip
+def test_outputs_and_uses_of_other_rows(function, ids, own):
+    model, n = Model(function, a=nn.Linear(D, 8), b=nn.Linear(8, D)).to(DOUBLE), 1 + int(ids.max())
+    with torchgradx.attach(model, sample_ids=lambda *_: ids, loss_reduction="sum") as probe:
+        for _ in range(2):
+            out = model(torch.randn(*ids.shape, D, dtype=DOUBLE))
+            out.square().sum().backward(retain_graph=True)
+            if own is None:
+                refusal(probe, "no output of the model has N rows|fed by several samples")
+                continue
+            norms, parts = probe.norms(per="parameter"), dict(model.named_parameters())
+            for k in range(n):
+                g = torch.autograd.grad(out[own == k].square().sum(), [*parts.values()], None, True)
+                close_named({key: t[k] for key, t in norms.items()},
+                            {key: t.norm() for key, t in zip(parts, g, strict=True)})  # fmt: skip
+
+
 def test_what_sample_ids_returns():
     model, x, b = deep_set(), torch.randn(5, D), torch.tensor([0, 0, 1, 1, 1])
     with pytest.raises(TypeError, match="sample_ids must be a callable"):

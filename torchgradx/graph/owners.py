@@ -292,7 +292,7 @@ class _Walk:
                     rows = owners.new_full(sizes, self._n)
                 if owners.shape[dim + 1 :] != rows.shape[dim + 1 :]:
                     return
-                positions = _positions(node, start, made[dim], shape[dim])
+                positions = positions_of(node, start, made[dim], shape[dim])
                 rows.index_copy_(dim, positions.to(rows.device), owners)
                 flags += out.flags
             start += made[dim]
@@ -348,7 +348,7 @@ class _Walk:
             yield Owned(owners[index], out.path, (*out.flags, *flags))
 
 
-def _positions(node: Node, start: int, size: int, whole: int) -> Tensor:
+def positions_of(node: Node, start: int, size: int, whole: int) -> Tensor:
     """Return the positions in an operand of the rows of one output of a select, slice or split.
     start: where this output of a split begins. size, whole: of the output, of the operand."""
     step = 1

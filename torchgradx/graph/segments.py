@@ -1,17 +1,26 @@
-"""Segments: the rows of each sample, as runs of samples with as many rows each, for the kernels."""
+"""Segments: the rows of each sample, as runs of samples with as many rows each, for the kernels.
+And the owners of the rows of a model's inputs, from which those of its outputs follow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby, pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..extension import _C, NATIVE
+from .indices import saved_dim
+from .nodes import Edge, is_leaf, shape_of
+from .owners import Owned, positions_of
 
 MAX_RUNS = 16  # runs of samples with equal lengths; with more of them, rows are sorted by length
+FAINT = -1e4  # an additive attention mask excludes a pair with a number below this
 
 
 class Segments(NamedTuple):
@@ -47,3 +56,79 @@ def place_among(segments: list[Any], owners: Tensor, n: int) -> int:
             return place
     segments.append(segments_from(owners, n))
     return len(segments) - 1
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The owners of the rows of the model's inputs."""
+
+    owners: Tensor
+    grid: list[int]  # sizes of the rows: [rows], or [B, T]
+    n: int
+    # Of what outputs are slices of, by edge.
+    sliced: dict[Edge, Owned] = field(default_factory=dict, compare=False)
+
+    @staticmethod
+    def of(ids: Tensor | None, n: int) -> Inputs:
+        """ids: the user's, negative for padding. None: one row for each sample."""
+        ids = torch.arange(n, device="cpu") if ids is None else ids
+        return Inputs(torch.where(ids < 0, n, ids).flatten(), list(ids.shape), n)
+
+    def are_joined_by(self, mask: Tensor | None) -> bool:
+        """Return True if an attention mask lets rows [B, T] see those of another sample."""
+        if mask is None or len(self.grid) < 2 or mask.shape[-2:] != (self.grid[1],) * 2:
+            return False
+        if mask.dim() > 2 and mask.shape[0] not in (1, self.grid[0]):
+            return False
+        allowed = mask if mask.dtype is torch.bool else mask > FAINT
+        allowed = allowed.view(*[1] * (4 - mask.dim()), *mask.shape)
+        owners = self.owners.view(self.grid).to(mask.device)
+        query, key = owners[:, None, :, None], owners[:, None, None, :]
+        return bool((allowed & (query != key) & (query != self.n)).any())
+
+    @cached_property
+    def has_shared_lines(self) -> bool:
+        """Return True if one line of [B, T] holds several samples, beside padding."""
+        lines = self.owners.view(self.grid) if len(self.grid) == 2 else self.owners[:, None]
+        several = (lines != lines.amin(1, True)) & (lines != self.n) if lines.numel() else lines
+        return bool(several.any())
+
+    @cached_property
+    def has_padding(self) -> bool:
+        return bool((self.owners == self.n).any())
+
+    def owners_of_part(self, t: Tensor) -> Tensor | None:
+        """Return the owners of the rows of an output [B, S, *] that is a slice of rows [B, T], or
+        has one row for each line. None if the graph or the sizes leave a doubt."""
+        if len(self.grid) < 2 or not t.dim() or len(t) != self.grid[0]:
+            return None
+        lines = self.owners.view(self.grid)
+        part = _slice_of_lines(t, self.grid) if t.dim() > 1 else None
+        if part is not None:
+            positions, sources = part
+            whole = Owned(self.owners.to(t.device), hash("sliced"))
+            self.sliced.update(dict.fromkeys(sources, whole))
+            return lines[:, positions].flatten().to(t.device)
+        if self.has_shared_lines or self.grid[1] - len(t) in (0, 1):
+            return None
+        return lines.amin(1).to(t.device)
+
+
+def _slice_of_lines(t: Tensor, grid: Sequence[int]) -> tuple[list[int], list[Edge]] | None:
+    """Return which rows of each line [T] an output [B, S, *] has, and the edges that it is a slice
+    of. None: something else has rows [B, S], or slices differ."""
+    rows, taken, sources = (grid[0], t.shape[1]), set[tuple[int, ...]](), list[Edge]()
+    todo: list[Any] = [t.grad_fn]
+    flat = (prod(rows),)
+    for node in todo:  # grows
+        shapes = {e: shape_of(*e) for e in node.next_functions if e[0] is not None}
+        whole = [edge for edge, shape in shapes.items() if list(shape[:2]) == grid]
+        parts = (e for e, shape in shapes.items() if rows == shape[:2] or shape[:1] == flat)
+        rest = [child for child, _ in parts if not is_leaf(child)]
+        if whole and node.name() == "SliceBackward0" and saved_dim(node, shape_of(node, 0)) == 1:
+            taken.add(tuple(positions_of(node, 0, rows[1], grid[1]).tolist()))
+            sources += whole
+        elif whole or not rest:
+            return None
+        todo += [child for child in dict.fromkeys(rest) if child not in todo]
+    return ([*taken.pop()], sources) if len(taken) == 1 else None

@@ -9,8 +9,6 @@ experts that were hit makes another graph in each step. A segment is the rows of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from torch import Tensor
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
 from ..graph.nodes import Graph, Node, shape_of
 from ..graph.owners import MAPPING, Owned, own_rows, owners_below, owners_by, set_flags
-from ..graph.segments import place_among
+from ..graph.segments import Inputs, place_among
 from ..refusals import cause, key_of
 from ..sites.site import ProbeParts
 from .audit import Audit
@@ -30,46 +28,7 @@ from .verdict import Verdict
 
 ROUTED = ("mixes", "not_found", "unproven")  # refusals that owners may make unnecessary
 NEAR = 4  # nodes above a table among which one adds it to rows
-FAINT = -1e4  # an additive attention mask excludes a pair with a number below this
 Refusals = list[tuple[int, str]]  # (site, cause)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The owners of the rows of the model's inputs."""
-
-    owners: Tensor
-    grid: list[int]  # sizes of the rows: [rows], or [B, T]
-    n: int
-
-    @staticmethod
-    def of(ids: Tensor | None, n: int) -> Inputs:
-        """ids: the user's, negative for padding. None: one row for each sample."""
-        ids = torch.arange(n, device="cpu") if ids is None else ids
-        return Inputs(torch.where(ids < 0, n, ids).flatten(), list(ids.shape), n)
-
-    def are_joined_by(self, mask: Tensor | None) -> bool:
-        """Return True if an attention mask lets rows [B, T] see those of another sample."""
-        if mask is None or len(self.grid) < 2 or mask.shape[-2:] != (self.grid[1],) * 2:
-            return False
-        if mask.dim() > 2 and mask.shape[0] not in (1, self.grid[0]):
-            return False
-        allowed = mask if mask.dtype is torch.bool else mask > FAINT
-        allowed = allowed.view(*[1] * (4 - mask.dim()), *mask.shape)
-        owners = self.owners.view(self.grid).to(mask.device)
-        query, key = owners[:, None, :, None], owners[:, None, None, :]
-        return bool((allowed & (query != key) & (query != self.n)).any())
-
-    @cached_property
-    def has_shared_lines(self) -> bool:
-        """Return True if one line of [B, T] holds several samples, beside padding."""
-        lines = self.owners.view(self.grid) if len(self.grid) == 2 else self.owners[:, None]
-        several = (lines != lines.amin(1, True)) & (lines != self.n) if lines.numel() else lines
-        return bool(several.any())
-
-    @cached_property
-    def has_padding(self) -> bool:
-        return bool((self.owners == self.n).any())
 
 
 class _Owners(NamedTuple):
@@ -241,6 +200,7 @@ class SegmentExaminer:
         def below(heads: list[tuple[Tensor, Tensor]]) -> tuple[_Owners, Tensor | None]:
             ends = {(t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == inputs.n))
                     for t, rows in heads}  # fmt: skip
+            ends.update(inputs.sliced)
             found, names, mask = owners_below(outputs, ends, inputs.n, inputs.grid)
             return _Owners(inputs, found, names), mask
 
@@ -252,13 +212,15 @@ class SegmentExaminer:
         return *below(heads), heads
 
     def _owners_of_output(self, k: int, t: Tensor, inputs: Inputs) -> Tensor | None:
-        """Return the owners of an output's leading rows: the model's input rows, or one row for
-        each sample. None if they are neither."""
+        """Return the owners of an output's leading rows: the model's input rows or a part of each
+        line of them, one row for each line, or for each sample. None if they are neither."""
         grid, n, count = inputs.grid, inputs.n, len(inputs.owners)
         shape, first = list(t.shape), t.shape[0] if t.dim() else 0
         by_row = first == count or (t.dim() >= len(grid) and shape[: len(grid)] == grid)
-        if not by_row and first != n:
-            return None
+        is_part = not by_row and (first != n or inputs.has_shared_lines)
+        part = inputs.owners_of_part(t) if is_part else None
+        if part is not None or (first != n and not by_row):
+            return part
         each, rows = torch.arange(n, device=t.device), inputs.owners.to(t.device)
         if by_row and first == n == count:  # sizes do not tell
             by_sample = False if torch.equal(each, rows) else self._by_sample.get((k, t.dim()))
