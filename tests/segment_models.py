@@ -171,7 +171,9 @@ def gpt(tied=True, layers=2, width=12):
         h = m.wte(tokens) + m.wpe(positions)
         for block in m.blocks:
             h = block(h, None if joins == "causal" else mask[:, None])
-        return m.head(m.ln(m.routed(m.rolled(h))))
+        h = m.ln(m.routed(m.rolled(h)))
+        w = m.head.weight
+        return F.linear(h, w, w.sum(1)) if tied == "by function" else m.head(h)
 
     rolled = Model(lambda m, x: x + (m.weight * x.roll(1, 1)).roll(-1, 1), weight=torch.ones(width))
     scaled = Model(lambda m, ids: F.embedding(ids, m.weight, 1) * 2, weight=torch.randn(32, width))
@@ -180,7 +182,7 @@ def gpt(tied=True, layers=2, width=12):
                   routed=Model(routed, by=torch.randn(3, width), of=torch.randn(3, width, width)),
                   rolled=rolled, ln=rms_norm(width),
                   head=nn.Linear(width, WORDS, bias=False))  # fmt: skip
-    if tied:
+    if tied is True:
         model.head.weight = model.wte.weight
     return model
 
@@ -341,6 +343,7 @@ CASES = {
     "seen": (Seen, [[2, 1, 0, 1], [1, 0, 2], [3], [1, 1, 1, 1], [0, 2, 1], [2, 2]]),
     "placed, ids": (lambda: Placed(**Case.options), SIZES), "packed, tied": (Packed, ROWS),
     "packed": (lambda: Packed(tied=False), ROWS), "encoder": (lambda: Packed(make=encoder), ROWS),
+    "packed, by function": (lambda: Packed("by function"), ROWS),
 }  # fmt: skip
 
 

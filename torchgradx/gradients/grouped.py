@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..graph.nodes import Node, shape_of
 from ..graph.segments import segments_from
@@ -20,8 +21,9 @@ from ..graph.sizes import row_dims
 from ..plan.cost import CODES, plan, rounded
 from ..plan.gpu import Problem, gpu_of
 from ..reference.chunks import accumulation_dtype, add_rows
-from .by_sample import Factored
-from .products import elementwise_product, sum_broadcast
+from . import products
+from .by_sample import Factored, Gradients
+from .outer import Outer
 
 
 class Pairs:
@@ -138,10 +140,36 @@ def _sum(pairs: Pairs, left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([a.mT @ b for a, b in pairs.by_matrix(left, right)])
 
 
+def product_by_owner(
+    node: Node, operand: int, g: Tensor, owners: Tensor, n: int
+) -> Gradients | None:
+    """Return the product of a node whose rows have these owners, for an operand without rows: a
+    matrix or a table, or one that is broadcast to the rows. None: of another. g: [rows, *]."""
+    summed, is_lookup = (
+        summed_by_owner(node, operand, g, owners, n),
+        node.name() == products.EMBEDDING,
+    )
+    saved, place = ("_saved_indices", 0) if is_lookup else products.ROWS.get(node.name(), ("", -1))
+    if summed is not None or operand != place or g.is_complex() or products.scales_by_count(node):
+        return summed
+    rows, g = getattr(node, saved), g.flatten(0, -2)
+    rows, each = rows.flatten(0, -1 if is_lookup else -2), len(g) // max(1, len(owners))
+    counts = torch.bincount(owners, minlength=n + 1)[:n]
+    parts = split(owners.repeat_interleave(each), (counts * each).tolist(), rows, g)
+    rows, g = (pad_sequence([*part], True) for part in zip(*parts, strict=True))  # [N, T, *]
+    if is_lookup:
+        return products.lookup_product(node, rows, g)
+    outer = Outer(rows, g * getattr(node, "_saved_alpha", 1))
+    return outer.in_full() if prod(outer.shape) < sum(outer.shape) * g.shape[1] else outer
+
+
 def summed_by_owner(node: Node, operand: int, g: Tensor, owners: Tensor, n: int) -> Tensor | None:
     """Return the product of an elementwise node for an operand, added up by sample: [N, *shape of
     the operand]. g: of its output, whose rows have these owners. None: it has no such rows."""
-    product, shape = elementwise_product(node, operand, g), shape_of(*node.next_functions[operand])
+    product, shape = (
+        products.elementwise_product(node, operand, g),
+        shape_of(*node.next_functions[operand]),
+    )
     dims = 0 if product is None else row_dims(product, len(owners))
     if product is None or not dims:
         return None
@@ -151,4 +179,4 @@ def summed_by_owner(node: Node, operand: int, g: Tensor, owners: Tensor, n: int)
     places = torch.arange(prod(kept), device=rows.device).view(kept).expand(whole).flatten()
     sums = rows.new_zeros((n + 1) * prod(kept), *rows.shape[1:])
     sums = add_rows(sums, owners * prod(kept) + places, rows).view(n + 1, *kept, *rows.shape[1:])
-    return sum_broadcast(sums[:n], shape)
+    return products.sum_broadcast(sums[:n], shape)

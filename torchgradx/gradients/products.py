@@ -230,31 +230,28 @@ def ask_each(
 
 
 def elementwise_product(node: Node, operand: int, g: Tensor) -> Tensor | None:
-    """Return the product of an elementwise node, before it is summed over dimensions that the
-    operand is broadcast to; None: of another node, or of complex numbers."""
-    if g.is_complex() or not is_elementwise(node):
+    """Return the product of a node for an operand that is broadcast to its output, before it is
+    summed over these dimensions; None: of another node or operand, or of complex numbers."""
+    name = node.name()
+    if g.is_complex():  # saved tensors would have to be conjugated
         return None
-    return (ELEMENTWISE.get(node.name()) or _normalisation)(node, operand, g)
+    if is_elementwise(node):
+        return (ELEMENTWISE.get(name) or _normalisation)(node, operand, g)
+    if name == INDEX_PUT and operand == 1:
+        return _masked_product(node, g, shape_of(*node.next_functions[operand]))
+    if name == MV and operand == 1:
+        return (g.unsqueeze(-1) * node._saved_self).unsqueeze(1)  # beside the rows no N features
+    if name == "AddmmBackward0" and operand == 0:
+        return g if node._saved_beta == 1 else g * node._saved_beta
+    return None
 
 
 def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
     """Return the product of a frontier node for all samples at the cost of one call, or None.
     g: the gradient of its output, whose rows have this layout."""
-    name, edge = node.name(), node.next_functions[operand]
-    if g.is_complex():  # saved tensors would have to be conjugated
-        return None
-    if is_elementwise(node):
-        product = elementwise_product(node, operand, g)
-    elif name == INDEX_PUT and operand == 1:
-        product = _masked_product(node, g, shape_of(*edge))
-    elif name == MV and operand == 1:
-        product = (g.unsqueeze(-1) * node._saved_self).unsqueeze(1)  # beside the rows no N features
-    elif name == "AddmmBackward0" and operand == 0:
-        product = g if node._saved_beta == 1 else g * node._saved_beta
-    else:
-        return _product_of_rows(node, operand, g, layout, n)
+    edge, product = node.next_functions[operand], elementwise_product(node, operand, g)
     if product is None:
-        return None
+        return None if g.is_complex() else _product_of_rows(node, operand, g, layout, n)
     pieces = split_samples(product, layout, n)
     return sum_broadcast(pieces.to(dtype_of(*edge)), shape_of(*edge))
 

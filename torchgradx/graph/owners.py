@@ -130,7 +130,7 @@ def _counts(shape: Sizes) -> list[int]:
     return list(accumulate(shape, mul, initial=1))
 
 
-def _dims(shape: Sizes, length: int) -> int:
+def leading(shape: Sizes, length: int) -> int:
     """Return the number of leading dimensions that have so many rows; -1: none."""
     return next((k for k, rows in enumerate(_counts(shape)) if rows == length), -1)
 
@@ -178,7 +178,7 @@ class _Walk:
             self.found[edge] = Owned(new.owners, new.path if old is None else old.path, flags)
             return
         longest = max(len(old.owners), len(new.owners))
-        rows = shape[: max(0, _dims(shape, longest))]
+        rows = shape[: max(0, leading(shape, longest))]
         a, b = owners_by(old, shape, rows), owners_by(new, shape, rows)
         if a is None or b is None:
             return
@@ -195,7 +195,7 @@ class _Walk:
             padded = list(shape)
             if elementwise:
                 padded = [1] * (len(made) - len(shape)) + padded
-            dims = _dims(made, length)
+            dims = leading(made, length)
             if length < 2 or (length in _counts(padded) and padded[:dims] == list(made[:dims])):
                 yield out
             elif elementwise and dims >= 0 and len(padded) == len(made):
@@ -220,14 +220,14 @@ class _Walk:
 
     def _coarsen(self, out: Owned, made: Sizes, kept: int) -> Owned:
         """Return the owners of the rows made[:kept], where they are known of finer ones."""
-        rows = made[: max(0, _dims(made, len(out.owners)))]
+        rows = made[: max(0, leading(made, len(out.owners)))]
         padded = [*rows[:kept], *[1] * len(rows[kept:])]
         return self._reduce(out, rows, padded) if 0 <= kept < len(rows) else out
 
     def _on_rows(self, out: Owned, made: Sizes, dim: int) -> Tensor | None:
         """Return owners [*made[:k]] with dim < k; None if `dim` has features, not rows, so that
         nothing moves between samples along it."""
-        dims = _dims(made, len(out.owners))
+        dims = leading(made, len(out.owners))
         if dims > dim:
             return out.owners.view(list(made[:dims]))
         rows = dim + 1 if dim == 0 or tuple(made[: len(self._grid)]) == self._grid else 0
@@ -245,7 +245,7 @@ class _Walk:
                 a, b = (saved_dim(node, shape, key) for key in ("dim0", "dim1"))
                 order[a], order[b] = b, a
             made = [shape[d] for d in order]
-            known = _dims(made, len(out.owners))
+            known = leading(made, len(out.owners))
             may_pack = len(self._grid) > 1 and tuple(made[:2]) == self._grid  # a line [T]
             least = max(0, known - 1) if may_pack else 0
             closed = (k for k in range(known, least, -1) if max(order[:k]) < k)
@@ -301,7 +301,7 @@ class _Walk:
 
     def cross_concat(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         out, made = outs[0], shape_of(node, 0)
-        dim, dims = saved_dim(node, made), _dims(made, len(out.owners))
+        dim, dims = saved_dim(node, made), leading(made, len(out.owners))
         if dims <= dim:
             yield out
             return
@@ -331,7 +331,7 @@ class _Walk:
         if selection is None:
             return
         index, size, dims, flags = selection
-        kept = dim if dims < 0 else _dims(made, size) if writes else dims
+        kept = dim if dims < 0 else leading(made, size) if writes else dims
         out = self._coarsen(out, made, kept)
         owners = None if dims < 0 else owners_by(out, made, made[:kept])
         if dims < 0:

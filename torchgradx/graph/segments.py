@@ -17,7 +17,7 @@ from torch import Tensor
 from ..extension import _C, NATIVE
 from .indices import saved_dim
 from .nodes import Edge, is_leaf, shape_of
-from .owners import Owned, positions_of
+from .owners import Owned, owners_by, positions_of
 
 MAX_RUNS = 16  # runs of samples with equal lengths; with more of them, rows are sorted by length
 FAINT = -1e4  # an additive attention mask excludes a pair with a number below this
@@ -65,8 +65,7 @@ class Inputs:
     owners: Tensor
     grid: list[int]  # sizes of the rows: [rows], or [B, T]
     n: int
-    # Of what outputs are slices of, by edge.
-    sliced: dict[Edge, Owned] = field(default_factory=dict, compare=False)
+    sliced: dict[Edge, Owned] = field(default_factory=dict)  # of what outputs are slices of
 
     @staticmethod
     def of(ids: Tensor | None, n: int) -> Inputs:
@@ -93,42 +92,60 @@ class Inputs:
         several = (lines != lines.amin(1, True)) & (lines != self.n) if lines.numel() else lines
         return bool(several.any())
 
-    @cached_property
-    def has_padding(self) -> bool:
-        return bool((self.owners == self.n).any())
-
     def owners_of_part(self, t: Tensor) -> Tensor | None:
         """Return the owners of the rows of an output [B, S, *] that is a slice of rows [B, T], or
         has one row for each line. None if the graph or the sizes leave a doubt."""
         if len(self.grid) < 2 or not t.dim() or len(t) != self.grid[0]:
             return None
-        lines = self.owners.view(self.grid)
-        part = _slice_of_lines(t, self.grid) if t.dim() > 1 else None
-        if part is not None:
-            positions, sources = part
-            whole = Owned(self.owners.to(t.device), hash("sliced"))
-            self.sliced.update(dict.fromkeys(sources, whole))
-            return lines[:, positions].flatten().to(t.device)
+        lines = self.owners.to(t.device).view(self.grid)
+        slices = _slices_of_lines(t, self.grid) if t.dim() > 1 else {}
+        if len(positions := {*slices.values()}) == 1:
+            self.sliced.update(dict.fromkeys(slices, Owned(lines.flatten(), 0)))
+            return lines[:, positions.pop()].flatten()
         if self.has_shared_lines or self.grid[1] - len(t) in (0, 1):
             return None
-        return lines.amin(1).to(t.device)
+        return lines.amin(1)
 
 
-def _slice_of_lines(t: Tensor, grid: Sequence[int]) -> tuple[list[int], list[Edge]] | None:
-    """Return which rows of each line [T] an output [B, S, *] has, and the edges that it is a slice
-    of. None: something else has rows [B, S], or slices differ."""
-    rows, taken, sources = (grid[0], t.shape[1]), set[tuple[int, ...]](), list[Edge]()
-    todo: list[Any] = [t.grad_fn]
-    flat = (prod(rows),)
-    for node in todo:  # grows
-        shapes = {e: shape_of(*e) for e in node.next_functions if e[0] is not None}
-        whole = [edge for edge, shape in shapes.items() if list(shape[:2]) == grid]
-        parts = (e for e, shape in shapes.items() if rows == shape[:2] or shape[:1] == flat)
-        rest = [child for child, _ in parts if not is_leaf(child)]
-        if whole and node.name() == "SliceBackward0" and saved_dim(node, shape_of(node, 0)) == 1:
-            taken.add(tuple(positions_of(node, 0, rows[1], grid[1]).tolist()))
-            sources += whole
-        elif whole or not rest:
+class Owners(NamedTuple):
+    """The owners that one forward's graph shows."""
+
+    inputs: Inputs
+    below: dict[Any, Owned]  # by node and output
+    names: set[str]  # of its nodes
+
+    def at(self, node: Any, number: int, leads: list[int]) -> Owned | None:
+        """Return the owners of the rows [*leads] of a node's output, or None."""
+        found, n = self.below.get((node, number)), self.inputs.n
+        if found is None:
             return None
-        todo += [child for child in dict.fromkeys(rest) if child not in todo]
-    return ([*taken.pop()], sources) if len(taken) == 1 else None
+        rows = owners_by(found, tuple(node._input_metadata[number].shape), leads)
+        flags = found.flags
+        if rows is not None:
+            ids = self.inputs.owners
+            if rows is not ids and len(self.inputs.grid) == 2 and leads == self.inputs.grid:
+                ids = ids.to(rows.device)  # these are the user's rows: the ids must agree
+                flags = (*flags, ((rows != ids) & (rows != n) & (ids != n)).any())
+        elif prod(leads) and len(found.owners) % prod(leads) == 0:  # features taken by index
+            each = found.owners.view(prod(leads), -1)
+            rows = each.amin(1)
+            flags = (*flags, ((each != rows[:, None]) & (each != n)).any())
+        return None if rows is None else Owned(rows, found.path, flags)
+
+
+def _slices_of_lines(t: Tensor, grid: Sequence[int]) -> dict[Edge, tuple[int, ...]]:
+    """Return the positions in each line [T] of the rows of an output [B, S, *], by the edges that
+    it is a slice of; empty, if rows [B, S] come from elsewhere too."""
+    rows, found = (grid[0], t.shape[1]), dict[Edge, tuple[int, ...]]()
+    todo: list[Any] = [t.grad_fn]
+    for node in todo:  # grows
+        shapes = {edge: shape_of(*edge)[:2] for edge in node.next_functions if edge[0] is not None}
+        whole = [edge for edge, shape in shapes.items() if [*shape] == grid]
+        rest = [edge[0] for edge, shape in shapes.items() if shape == rows and not is_leaf(edge[0])]
+        is_slice = node.name() == "SliceBackward0" and saved_dim(node, shape_of(node, 0)) == 1
+        if is_slice and whole:
+            found[whole[0]] = tuple(positions_of(node, 0, rows[1], grid[1]).tolist())
+        elif whole or not rest:
+            return {}
+        todo += [child for child in rest if child not in todo]
+    return found

@@ -8,18 +8,19 @@ experts that were hit makes another graph in each step. A segment is the rows of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
 from ..graph.nodes import Graph, Node, shape_of
-from ..graph.owners import MAPPING, Owned, own_rows, owners_below, owners_by, set_flags
-from ..graph.segments import Inputs, place_among
+from ..graph.owners import MAPPING, Owned, own_rows, owners_below, set_flags
+from ..graph.segments import Inputs, Owners, place_among
 from ..refusals import cause, key_of
+from ..shared.lift import LiftEnd
 from ..sites.site import ProbeParts
 from .audit import Audit
 from .forwards import Forward
@@ -27,34 +28,7 @@ from .structure import UNSERVED
 from .verdict import Verdict
 
 ROUTED = ("mixes", "not_found", "unproven")  # refusals that owners may make unnecessary
-NEAR = 4  # nodes above a table among which one adds it to rows
 Refusals = list[tuple[int, str]]  # (site, cause)
-
-
-class _Owners(NamedTuple):
-    """The owners that one forward's graph shows."""
-
-    inputs: Inputs
-    below: dict[Any, Owned]  # by node and output
-    names: set[str]  # of its nodes
-
-    def at(self, node: Any, number: int, leads: list[int]) -> Owned | None:
-        """Return the owners of the rows [*leads] of a node's output, or None."""
-        found, n = self.below.get((node, number)), self.inputs.n
-        if found is None:
-            return None
-        rows = owners_by(found, tuple(node._input_metadata[number].shape), leads)
-        flags = found.flags
-        if rows is not None:
-            ids = self.inputs.owners
-            if rows is not ids and len(self.inputs.grid) == 2 and leads == self.inputs.grid:
-                ids = ids.to(rows.device)  # these are the user's rows: the ids must agree
-                flags = (*flags, ((rows != ids) & (rows != n) & (ids != n)).any())
-        elif prod(leads) and len(found.owners) % prod(leads) == 0:  # features taken by index
-            each = found.owners.view(prod(leads), -1)
-            rows = each.amin(1)
-            flags = (*flags, ((each != rows[:, None]) & (each != n)).any())
-        return None if rows is None else Owned(rows, found.path, flags)
 
 
 class SegmentExaminer:
@@ -65,6 +39,7 @@ class SegmentExaminer:
         self._audit = audit
         # Regimes whose rows go where a batch's values send them.
         self._routed: dict[Any, bool] = caches.setdefault("routed", {})
+        self._without_lifts: Any = None  # the structure of the latest pass, if it had none
         # By an output's place and number of dimensions: True if it has one row for each sample.
         self._by_sample: dict[tuple[int, int], bool] = {}
 
@@ -148,61 +123,68 @@ class SegmentExaminer:
             own = own_rows(graph.below, n)
             owned = [one if self._is_shown(forward, own, use, one) else None
                      for use, one in zip(uses, owned, strict=True)]  # fmt: skip
-        above = {} if ids is None else self._above_tables(forward, graph)
-        mixed = set_flags([*owned, *(one for path in above.values() for _, one in path)])
+        mixed = set_flags(owned)
 
         def is_mixed(one: Owned | None) -> bool:
             return one is not None and any(id(flag) in mixed for flag in one.flags)
 
-        tables: dict[int, Node] = {}  # those that several samples share, and what adds them to rows
-        for k, path in above.items():
-            end = next((end for end in path if not is_mixed(end[1])), None)
-            if end and is_mixed(owned[k]):
-                tables[k], owned[k] = end
-                uses[k] = uses[k][0], shape_of(end[0], 0), end[0], 0
-        keys = self._keys(forward, graph, uses, owned)
+        lifts, plan_of = self._find_lifts(forward, graph, ids, lambda k: is_mixed(owned[k]))
+        mixed |= set_flags(one for *_, one in lifts)
+        uses += [(site, shape_of(node, 0), node, 0) for _, site, node, _ in lifts]
+        owned += [one for *_, one in lifts]
+        pads, names = bool((inputs.owners == n).any()), frozenset(graph.names)
+        facts = forward.trace.regime, names, inputs.has_shared_lines, pads, len(inputs.grid)
+        keys = [None if one is None or is_mixed(one) else ("segments", facts, site, one.path)
+                for (site, *_), one in zip(uses, owned, strict=True)]  # fmt: skip
         segments, layouts = self._layouts(forward, heads, uses, owned, is_mixed)
         is_new = any(key is not None and not self._audit.knows(key) for key in keys)
         proven = [True] * len(uses)
-        if is_new and (n > 1 or inputs.has_padding) and self._options["check"] != "off":
+        if is_new and (n > 1 or pads) and self._options["check"] != "off":
             proven = self._prove(uses, n, owned, heads, layouts)
         run.segments = segments
-        self._lift_tables(forward, tables, layouts)
+        if lifts:
+            ends = zip(lifts, layouts[len(forward.uses) :], strict=True)
+            plan = plan_of({node: one for (_, _, node, _), one in ends if isinstance(one, int)})
+            self._audit.begin(run, self._audit.lift.match(forward, plan) if plan.starts else None)
+            layouts = [
+                SHARED if (k, False) in plan.starts else one for k, one in enumerate(layouts)
+            ]
         refusals += [(site, layout) for (site, *_), layout in zip(uses, layouts, strict=True)
                      if isinstance(layout, str)]  # fmt: skip
         if n > 1 and is_new and not self._audit.examiner.zero_weights(n):
             pending = {key for key, sure in zip(keys, proven, strict=True) if key and sure}
             self._audit.cache_later(list(pending), None, Verdict([], []), run)
+        layouts = layouts[: len(forward.uses)]
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 
-    def _lift_tables(
-        self, forward: Forward, ends: Mapping[int, Node], layouts: list[int | str]
-    ) -> None:
-        """Serve tables at the nodes that add them to rows, and write so into `layouts`."""
-        live = [k for k in ends if isinstance(layouts[k], int) and layouts[k] != NOWHERE]
-        if not live:
-            return
-        lift, at = self._audit.lift, {ends[k]: layouts[k] for k in live}
-        plan = lift.plan_by_owner(forward, at, live)
-        served = {k for k, _ in plan.starts}
-        if served:
-            self._audit.begin(forward.run, lift.match(forward, plan))
-        for k in live:
-            layouts[k] = SHARED if k in served else "segments_unproven"
+    def _find_lifts(
+        self, forward: Forward, shown: Owners, ids: Any, is_mixed: Callable[[int], bool]
+    ) -> tuple[list[LiftEnd], Any]:
+        """Return what Lift.find_by_owner() returns. is_mixed: whether a use's rows are."""
+        watch, memory = forward.trace.watch, forward.trace.memory
+        if watch is not None and ids is not None:
+            memory.note_constants(forward.uses, watch.observer.is_constant)
+        tables = [k for k in memory.tables(forward.uses) if is_mixed(k)]
+        key = forward.run.structure, forward.trace.nodes, forward.trace.regime
+        if ids is None or (not tables and key == self._without_lifts):
+            return [], None
+        ends, plan = self._audit.lift.find_by_owner(forward, tables, shown)
+        self._without_lifts = None if ends else key
+        return ends, plan
 
     def _walk(
         self, inputs: Inputs, outputs: Sequence[Tensor], heads: list[tuple[Tensor, Tensor]]
-    ) -> tuple[_Owners, Tensor | None, list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[Owners, Tensor | None, list[tuple[Tensor, Tensor]]]:
         """Return the owners below the outputs, the first attention mask, and the heads that count.
         heads: outputs with owners. With a line [T] for each sample, an output [N] that words are
         made of is not one: it may be of N images."""
 
-        def below(heads: list[tuple[Tensor, Tensor]]) -> tuple[_Owners, Tensor | None]:
+        def below(heads: list[tuple[Tensor, Tensor]]) -> tuple[Owners, Tensor | None]:
             ends = {(t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == inputs.n))
                     for t, rows in heads}  # fmt: skip
             ends.update(inputs.sliced)
             found, names, mask = owners_below(outputs, ends, inputs.n, inputs.grid)
-            return _Owners(inputs, found, names), mask
+            return Owners(inputs, found, names), mask
 
         words = [head for head in heads if len(head[1]) != inputs.n]
         if len(inputs.grid) == 2 and 0 < len(words) < len(heads) and not inputs.has_shared_lines:
@@ -228,7 +210,7 @@ class SegmentExaminer:
         self._by_sample[k, t.dim()] = not by_row
         return rows if by_row else each
 
-    def _owners_of(self, graph: _Owners, use: Any) -> Owned | None:
+    def _owners_of(self, graph: Owners, use: Any) -> Owned | None:
         """Return the owners of a use's rows; None if nothing shows them."""
         site, sizes, node, number = use
         if node is None:
@@ -237,7 +219,7 @@ class SegmentExaminer:
         return graph.at(node, number, leads) or self._input_owners(graph, leads, node, number)
 
     def _input_owners(
-        self, graph: _Owners, leads: list[int], node: Node, number: int
+        self, graph: Owners, leads: list[int], node: Node, number: int
     ) -> Owned | None:
         """Return the owners of rows below attention: those of the model's inputs, if the sizes
         cannot be those of other rows. Rows may be heads: [B, H, T]."""
@@ -260,33 +242,6 @@ class SegmentExaminer:
         site, _, node, number = use
         is_part = (site, node) in forward.trace.ends or self._layers[site].inside
         return bool(owned and not is_part and own.get((node, number), True))  # else the inputs'
-
-    def _keys(
-        self, forward: Forward, graph: _Owners, uses: Sequence[Any], owned: Sequence[Owned | None]
-    ) -> list[Any]:
-        """Return the cache key of the verdict on each use; None for one without owners."""
-        names, inputs = frozenset(graph.names), graph.inputs
-        facts = inputs.has_shared_lines, inputs.has_padding, len(inputs.grid)
-        common = forward.trace.regime, names, *facts
-        return [None if one is None else ("segments", common, site, one.path)
-                for (site, *_), one in zip(uses, owned, strict=True)]  # fmt: skip
-
-    def _above_tables(
-        self, forward: Forward, graph: _Owners
-    ) -> dict[int, list[tuple[Node, Owned]]]:
-        """Return, for each use with the same input for any batch, the nodes above it in a line and
-        the owners of their rows."""
-        paths: dict[int, list[tuple[Node, Owned]]] = {}
-        watch, memory = forward.trace.watch, forward.trace.memory
-        if watch is not None:
-            memory.note_constants(forward.uses, watch.observer.is_constant)
-        for k in memory.tables(forward.uses):
-            (_, _, node, _), paths[k] = forward.uses[k], []
-            while len(above := forward.graph.parents.get(node, [])) == 1 and len(paths[k]) < NEAR:
-                node = above[0][0]
-                if one := graph.below.get((node, 0)):
-                    paths[k].append((node, one))
-        return paths
 
     def _layouts(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..extension import _C, Pass
 from ..gradients import by_sample, products
 from ..gradients.by_sample import Gradients
-from ..gradients.grouped import summed_by_owner
+from ..gradients.grouped import product_by_owner
 from ..graph.compiled import COMPILED, ask_compiled
 from ..graph.layout import NOWHERE, SEGMENTS
 from ..graph.nodes import Node, dtype_of, shape_of
@@ -161,9 +161,9 @@ class Descent:
         if layout < SEGMENTS:
             return products.closed_form(node, operand, g, layout, self._run.n)
         owners = self._run.segments[layout - SEGMENTS].owners
-        product = summed_by_owner(node, operand, g, owners, self._run.n)
+        product = product_by_owner(node, operand, g, owners, self._run.n)
         if product is None:
-            raise ValueError("it does not add a table to rows")
+            raise ValueError("it neither adds nor multiplies rows with owners")
         return product
 
     def _ask_masked(

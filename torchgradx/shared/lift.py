@@ -19,6 +19,8 @@ from ..gradients import products
 from ..gradients.by_sample import GRADIENT_ELEMENTS
 from ..graph.layout import Finding
 from ..graph.nodes import Graph, Node, shape_of
+from ..graph.owners import Owned, leading, set_flags
+from ..graph.segments import Owners
 from ..graph.unpacking import are_offloaded, can_ask, is_copy_slices
 from ..refusals import cause
 from ..sites.site import ProbeParts
@@ -28,6 +30,8 @@ from .stations import Leaf, Match, Path, Trail, find_path
 from .uses import Uses
 
 MAX_TRAILS = 8  # of one plan: its sizes may never repeat
+LiftEnd = tuple[int, int, Node, Owned]  # use, its site, a node where it enters rows with owners
+MATRICES = {"BmmBackward0", products.CONVOLUTION}  # whose rows are not those of owners
 IN_FULL = "; of what is computed from parameters alone, in full by vmap, some samples at a time"
 
 
@@ -98,15 +102,36 @@ class Lift:
         plan = plan_lift(n, graph, groups, layouts, start.region.is_shared)
         return plan if plan.starts else None
 
-    def plan_by_owner(self, forward: Any, ends: Mapping[Node, Any], tables: list[int]) -> LiftPlan:
-        """Return the plan of uses whose output is added to rows with owners.
-        ends: the nodes that do so, with the layouts of their rows."""
-        uses = self._uses(forward)
-        graph, _ = uses.prune_graph(tables, ())
-        nodes = graph.climb([uses.nodes[k] for k in tables], lambda _, node: node not in ends)
+    def find_by_owner(
+        self, forward: Any, tables: Sequence[int], shown: Owners
+    ) -> tuple[list[LiftEnd], Callable[[Mapping[Node, Any]], LiftPlan]]:
+        """Return where tables, and parameters that are read beside the calls of their modules,
+        enter rows with owners; and what makes the plan of these uses of the layouts of the rows."""
+        uses, ends = self._uses(forward), dict[Node, Owned]()
+        graph, called = uses.prune_graph(tables, ())
         groups = [Climb(k, (uses.nodes[k],), lambda node, is_end: True) for k in tables]
-        layouts = {node: ends.get(node) for node in nodes}
-        return plan_lift(forward.n, graph, groups, layouts, lambda node: True)
+        is_able = Asking(forward.n, graph).is_able
+        reads = uses.find_reads(graph, called, ())
+        groups += [Climb(k, uses.own(k, graph), is_able) for k in reads]
+        mixed = set_flags(shown.below.values() if groups else ())
+
+        def is_below(_: int, node: Node) -> bool:
+            one, shape = shown.below.get((node, 0)), shape_of(node, 0)
+            can_serve = products.in_closed_form(node) and node.name() not in MATRICES
+            if one and can_serve and mixed.isdisjoint(map(id, one.flags)):
+                leads = shape[: max(0, leading(shape, len(one.owners)))]
+                ends.update({node: one} if leads and (one := shown.at(node, 0, [*leads])) else {})
+            return node not in ends
+
+        def plan(layouts: Mapping[Node, Any]) -> LiftPlan:
+            starts = (node for group in groups for node in group.starts)
+            nodes = graph.climb(starts, lambda _, node: node not in layouts)
+            known = {node: layouts.get(node) for node in nodes}
+            return plan_lift(forward.n, graph, groups, known, lambda node: True)
+
+        climbed = ((group.use, graph.climb(group.starts, is_below)) for group in groups)
+        return [(k, uses.site(k), node, ends[node])
+                for k, nodes in climbed for node in nodes if node in ends], plan  # fmt: skip
 
     def _large_weight(self, n: int, leaves: Sequence[Node]) -> int:
         """Return the size of the largest kernel if its per-sample gradients are too large to make,

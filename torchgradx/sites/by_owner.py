@@ -10,26 +10,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.utils.rnn import pad_sequence
 
-from ..gradients.by_sample import GRADIENT_ELEMENTS, Gradients, weighted
-from ..gradients.grouped import Grouped, split, summed_by_owner
-from ..gradients.products import (
-    EMBEDDING,
-    is_passthrough,
-    lookup_product,
-    scales_by_count,
-)
+from ..gradients.by_sample import GRADIENT_ELEMENTS, Gradients, added, in_full, weighted
+from ..gradients.grouped import Grouped, product_by_owner
+from ..gradients.products import is_passthrough
 from ..graph.nodes import Edge, Graph, Node, shape_of
 from ..graph.owners import Owned, owners_below
 from ..graph.sizes import as_rows, row_dims
-from ..reference.chunks import accumulation_dtype
 from .expert_products import all_products, group
 from .experts import ExpertProduct
 from .fallback import Call, Unrecorded, copy_to_run, run_again
@@ -40,7 +33,7 @@ TOLERANCE, OF_HALVES = (1e-3, 1e-5), (5e-2, 1e-2)  # of a parameter's norm, and 
 
 def gradients_at(
     node: Node, g: Tensor, parameters: Sequence[Tensor], owners: Tensor, n: int, first: int
-) -> list[Tensor] | None:
+) -> list[Gradients] | None:
     """Return the gradients [N, *shape] of each parameter; None: one enters elsewhere than at this
     node, which made rows with these owners. g: of them. first: sequence number of the first node
     that may use the parameters."""
@@ -52,7 +45,7 @@ def gradients_at(
         return None
     g, owned = g.reshape(shape_of(node, 0)), Owned(owners, 0)
     both = zip(parameters, uses, strict=True)
-    return [_summed(node, k, g, owned, n).view(n, *p.shape) for p, [(_, k)] in both]
+    return [_product(node, k, g, owned, n, p) for p, [(_, k)] in both]
 
 
 def run_by_owner(call: Call, unrecorded: Unrecorded) -> list[Gradients] | None:
@@ -97,9 +90,7 @@ def _entries(graph: Graph, p: Tensor) -> tuple[list[Node], Callable[..., Gradien
         if products:
             return [product.node for product in products], partial(_group, products, p, matrices)
     uses = list(_uses(graph, p))
-    is_table = [node.name() for node, _ in uses] == [EMBEDDING] and not scales_by_count(uses[0][0])
-    take: Any = partial(_look_up, uses[0][0]) if is_table else partial(_add_up, uses, p)
-    return [node for node, _ in uses], take
+    return [node for node, _ in uses], partial(_add_up, uses, p)
 
 
 def _group(
@@ -116,20 +107,11 @@ def _group(
     return grouped.in_full()[:, 0] if is_one else grouped
 
 
-def _look_up(node: Node, arrived: Any, found: Any, n: int) -> Gradients:
-    """Return the gradients of a table that one node reads."""
-    owners, g, ids = found[node, 0].owners, arrived[node], node._saved_indices
-    counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
-    parts = split(owners, counts, ids.flatten(), g.flatten(0, ids.dim() - 1))
-    return lookup_product(node, *(pad_sequence([*p], True) for p in zip(*parts, strict=True)))
-
-
 def _add_up(uses: Sequence[Edge], p: Tensor, arrived: Any, found: Any, n: int) -> Gradients:
-    """Return the gradients of a parameter that enters by sums and products of elements."""
-    whole = p.new_zeros(n, *p.shape, dtype=accumulation_dtype(p.dtype), requires_grad=False)
-    for node, operand in uses:
-        whole += _summed(node, operand, arrived[node], found.get((node, 0)), n).view_as(whole)
-    return whole
+    """Return the gradients of a parameter that enters by sums and products of elements or of rows,
+    or is read as a table."""
+    parts = [_product(node, k, arrived[node], found.get((node, 0)), n, p) for node, k in uses]
+    return reduce(added, parts) if parts else p.new_zeros(n, *p.shape)
 
 
 def _uses(graph: Graph, p: Tensor) -> Iterator[Edge]:
@@ -144,9 +126,10 @@ def _uses(graph: Graph, p: Tensor) -> Iterator[Edge]:
                 yield from ((parent, k) for k, (child, _) in operands if child is node)
 
 
-def _summed(node: Node, operand: int, g: Tensor, owned: Owned | None, n: int) -> Tensor:
-    """Return [N, *shape of the operand]: the product of an elementwise node, added up by sample."""
-    whole = None if owned is None else summed_by_owner(node, operand, g, owned.owners, n)
+def _product(node: Node, k: int, g: Tensor, owned: Owned | None, n: int, p: Tensor) -> Gradients:
+    """Return the product [N, *shape of p] of a node for its operand k."""
+    whole = None if owned is None else product_by_owner(node, k, g, owned.owners, n)
     if whole is None:
-        raise ValueError("a parameter enters elsewhere than at elementwise nodes of rows")
-    return whole
+        raise ValueError("a parameter enters elsewhere than at nodes of rows")
+    is_factored = not isinstance(whole, Tensor) and shape_of(*node.next_functions[k]) == p.shape
+    return whole if is_factored else in_full(whole).view(n, *p.shape)

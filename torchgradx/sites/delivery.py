@@ -225,7 +225,7 @@ class Delivery:
         for place, g in zip(use.places, gradients, strict=True):
             deliver(run, self._recorder, place, g)
 
-    def _take_at_node(self, use: RerunUse, call: Call, owners: Tensor) -> list[Tensor] | None:
+    def _take_at_node(self, use: RerunUse, call: Call, owners: Tensor) -> list[Gradients] | None:
         """Return gradients by sample, if all parameters enter at the node of the only output."""
         (g, *more), node = call.grads, torch._C._current_autograd_node()
         if more or g is None or use.saves_through_hooks:
