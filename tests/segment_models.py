@@ -171,8 +171,7 @@ def gpt(tied=True, layers=2, width=12):
         h = m.wte(tokens) + m.wpe(positions)
         for block in m.blocks:
             h = block(h, None if joins == "causal" else mask[:, None])
-        h = m.ln(m.routed(m.rolled(h)))
-        w = m.head.weight
+        h, w = m.ln(m.routed(m.rolled(h))), m.head.weight
         return F.linear(h, w, w.sum(1)) if tied == "by function" else m.head(h)
 
     rolled = Model(lambda m, x: x + (m.weight * x.roll(1, 1)).roll(-1, 1), weight=torch.ones(width))

@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from attach_models import Model
+from attach_models import Model, identity
 from attach_modes import a_few_modes
 from attach_oracle import close_named
 from attach_steps import refusal
@@ -191,45 +191,37 @@ def test_rows_of_one_document_each_prove_nothing_of_rows_of_several():
                 close_named(probe.norms(per="parameter"), want)
 
 
-@pytest.mark.parametrize(("function", "a", "ids", "why"), [
-    (lambda m, x, ids: m.b(torch.relu(m.a(x)).mean(1)), nn.Linear(D, 8),
-     [[0, 0, 1], [-1, -1, -1]], "fed by several samples"),
-    (lambda m, x, ids: m.b(m.a(x.mT).mT), nn.Conv1d(D, 8, 3, padding=1), [[0, 0, 1]],
-     "Conv1d is not served by rows" if ops.NATIVE else "nothing shows which samples"),
-], ids=["outputs of rows, not of as many documents", "a convolution over packed rows"])  # fmt: skip
-def test_positions_that_meet_are_refused(function, a, ids, why):
-    model, ids = Model(function, a=a, b=nn.Linear(8, 3)), torch.tensor(ids)
-    with torchgradx.attach(model, sample_ids=ids_of) as probe:
-        model(torch.randn(*ids.shape, D), ids=ids).square().sum(-1).mean().backward()
-        refusal(probe, why)
-
-
-PACKED = torch.tensor([[0, 0, 1, 1, 1], [2, 3, 3, 3, 3]])
-LINES = torch.tensor([[1] * 5, [0] * 5, [0] * 5])
+PACKED, LINES = [[0, 0, 1, 1, 1], [2, 3, 3, 3, 3]], [[1] * 5, [0] * 5, [0] * 5]
+turn = identity(lambda g: 2 * g)  # a user's Function
 
 
 @pytest.mark.parametrize(("function", "ids", "own"), [
-    (lambda m, x: m.b(m.b(x))[:, :-1].log_softmax(-1)[..., 1], PACKED, PACKED[:, :-1]),
-    (lambda m, x: m.b(torch.tanh(m.b(x)[:, 1:])), PACKED, PACKED[:, 1:]),
-    (lambda m, x: m.b(torch.tanh(m.b(x))).mean(1), LINES, LINES[:, 0]),
-    (lambda m, x: m.b(m.b(x))[:, :-1].flip(1), PACKED, None),
-    (lambda m, x: m.b(x[:, 1:]) - m.b(x)[:, :-1], PACKED, None),
-    (lambda m, x: F.linear(m.t(x[..., 0].long() % 5) + m.b(x), m.t.weight), PACKED, PACKED),
-    (lambda m, x: m.b(x) * (1 + m.a.bias[:D]) @ m.b.weight.mT.exp(), PACKED, PACKED),
-], ids=["shifted", "last rows", "lines", "flipped", "two slices", "tied", "read"])  # fmt: skip
+    (lambda m, x: m.b(m.b(x))[:, :-1].log_softmax(-1)[..., 1], PACKED, lambda ids: ids[:, :-1]),
+    (lambda m, x: m.b(torch.tanh(m.b(x)[:, 1:])), PACKED, lambda ids: ids[:, 1:]),
+    (lambda m, x: m.b(torch.tanh(m.b(x))).mean(1), LINES, lambda ids: ids[:, 0]),
+    (lambda m, x: F.linear(m.t((x[..., 0] > 0).long()) + m.b(x), m.t.weight), PACKED, torch.clone),
+    (lambda m, x: m.b(x) * (1 + m.b.bias) @ m.b.weight.mT.exp(), PACKED, torch.clone),
+    (lambda m, x: m.b(turn(torch.relu(m.b(x)))), PACKED, torch.clone),
+    (lambda m, x: m.b(m.b(x))[:, :-1].flip(1), PACKED, "fed by several samples"),
+    (lambda m, x: m.b(x[:, 1:]) - m.b(x)[:, :-1], PACKED, "no output of the model has N rows"),
+    (lambda m, x: m.b(turn(m.b(x).roll(1, 1))), PACKED, "no weighted backward can run"),
+    (lambda m, x: m.b(m.b(x).mean(1)), [[0, 0, 1], [-1, -1, -1]], "fed by several samples"),
+    (lambda m, x: m.b(m.c(x.mT).mT), [[0, 0, 1]],
+     "Conv1d is not served by rows" if ops.NATIVE else "nothing shows which samples"),
+])  # fmt: skip
 def test_outputs_and_uses_of_other_rows(function, ids, own):
-    layers = {"a": nn.Linear(D, 8), "b": nn.Linear(D, D), "t": nn.Embedding(5, D)}
-    model, n = Model(function, **layers).to(DOUBLE), 1 + int(ids.max())
-    with torchgradx.attach(model, sample_ids=lambda *_: ids, loss_reduction="sum") as probe:
+    layers = {"b": nn.Linear(D, D), "t": nn.Embedding(2, D), "c": nn.Conv1d(D, D, 3, padding=1)}
+    model, ids = Model(function, **layers), torch.tensor(ids)
+    with torchgradx.attach(model.to(DOUBLE), sample_ids=lambda *_: ids) as probe:
         for _ in range(2):
             out = model(torch.randn(*ids.shape, D, dtype=DOUBLE))
             out.square().sum().backward(retain_graph=True)
-            if own is None:
-                refusal(probe, "no output of the model has N rows|fed by several samples")
+            if isinstance(own, str):
+                refusal(probe, own)
                 continue
-            norms = probe.norms(per="parameter")
-            for k in range(n):
-                one, parts = out[own == k].square().sum(), dict(model.named_parameters())
+            norms, parts = probe.norms(per="parameter"), dict(model.named_parameters())
+            for k in range(1 + int(ids.max())):
+                one = out[own(ids) == k].square().sum() * (1 + ids.max())
                 g = torch.autograd.grad(one, [*parts.values()], None, True, allow_unused=True)
                 want = {key: t.norm() for key, t in zip(parts, g, strict=True) if t is not None}
                 close_named({key: t[k] for key, t in norms.items()}, want)

@@ -1,6 +1,4 @@
-"""Segments: the rows of each sample, as runs of samples with as many rows each, for the kernels.
-And the owners of the rows of a model's inputs, from which those of its outputs follow.
-"""
+"""Segments: the rows of each sample, in runs of equal lengths, for the kernels; rows of inputs."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from ..extension import _C, NATIVE
 from .indices import saved_dim
+from .layout import Watched
 from .nodes import Edge, is_leaf, shape_of
 from .owners import Owned, owners_by, positions_of
 
@@ -92,6 +91,14 @@ class Inputs:
         several = (lines != lines.amin(1, True)) & (lines != self.n) if lines.numel() else lines
         return bool(several.any())
 
+    def are_rows_of(self, use: Watched) -> bool:
+        """Return True if a use has these rows in front, and no other dimension may have them."""
+        shape, grids = list(use.shape), (self.grid, [len(self.owners)])
+        rows: Any = use.samples
+        clear = (grid for grid in grids if all(shape.count(size) == 1 for size in grid))
+        fits = any(shape[: len(grid)] == grid for grid in clear)
+        return fits and torch.equal(rows, self.owners.to(rows.device))
+
     def owners_of_part(self, t: Tensor) -> Tensor | None:
         """Return the owners of the rows of an output [B, S, *] that is a slice of rows [B, T], or
         has one row for each line. None if the graph or the sizes leave a doubt."""
@@ -102,12 +109,11 @@ class Inputs:
         if len(positions := {*slices.values()}) == 1:
             self.sliced.update(dict.fromkeys(slices, Owned(lines.flatten(), 0)))
             return lines[:, positions.pop()].flatten()
-        if self.has_shared_lines or self.grid[1] - len(t) in (0, 1):
-            return None
-        return lines.amin(1)
+        is_doubtful = self.has_shared_lines or self.grid[1] - len(t) in (0, 1)
+        return None if is_doubtful else lines.amin(1)
 
 
-class Owners(NamedTuple):
+class Ownership(NamedTuple):
     """The owners that one forward's graph shows."""
 
     inputs: Inputs
@@ -142,8 +148,7 @@ def _slices_of_lines(t: Tensor, grid: Sequence[int]) -> dict[Edge, tuple[int, ..
         shapes = {edge: shape_of(*edge)[:2] for edge in node.next_functions if edge[0] is not None}
         whole = [edge for edge, shape in shapes.items() if [*shape] == grid]
         rest = [edge[0] for edge, shape in shapes.items() if shape == rows and not is_leaf(edge[0])]
-        is_slice = node.name() == "SliceBackward0" and saved_dim(node, shape_of(node, 0)) == 1
-        if is_slice and whole:
+        if whole and node.name() == "SliceBackward0" and saved_dim(node, shape_of(node, 0)) == 1:
             found[whole[0]] = tuple(positions_of(node, 0, rows[1], grid[1]).tolist())
         elif whole or not rest:
             return {}

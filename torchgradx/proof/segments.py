@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph.layout import NOWHERE, SEGMENTS, SHARED, Seeding, Watched
+from ..graph.compiled import COMPILED
+from ..graph.layout import BATCH, NOWHERE, SEGMENTS, SHARED, Seeding, Watched, is_python
 from ..graph.nodes import Graph, Node, shape_of
 from ..graph.owners import MAPPING, Owned, own_rows, owners_below, set_flags
-from ..graph.segments import Inputs, Owners, place_among
+from ..graph.segments import Inputs, Ownership, place_among
 from ..refusals import cause, key_of
 from ..shared.lift import LiftEnd
+from ..sites.expert_products import KEEPS_ROWS
 from ..sites.site import ProbeParts
 from .audit import Audit
 from .forwards import Forward
@@ -28,7 +30,13 @@ from .structure import UNSERVED
 from .verdict import Verdict
 
 ROUTED = ("mixes", "not_found", "unproven")  # refusals that owners may make unnecessary
+# Nodes that keep rows where they are and mix none, unless the owners show it (graph/owners.py).
+PLAIN = KEEPS_ROWS | {"MeanBackward1", "SumBackward1", "torchgradx::LayerBackward",
+                      "torch::autograd::AccumulateGrad"}  # fmt: skip
 Refusals = list[tuple[int, str]]  # (site, cause)
+Layouts = list[int | str]  # of the uses; a str is a cause
+OwnedUses = Sequence[tuple[Any, Owned | None]]  # uses, and the owners of their rows
+OwnedHeads = Sequence[tuple[Tensor, Tensor]]  # outputs, and the owners of their rows
 
 
 class SegmentExaminer:
@@ -131,16 +139,16 @@ class SegmentExaminer:
         lifts, plan_of = self._find_lifts(forward, graph, ids, lambda k: is_mixed(owned[k]))
         mixed |= set_flags(one for *_, one in lifts)
         uses += [(site, shape_of(node, 0), node, 0) for _, site, node, _ in lifts]
-        owned += [one for *_, one in lifts]
+        pairs = list(zip(uses, [*owned, *(one for *_, one in lifts)], strict=True))
         pads, names = bool((inputs.owners == n).any()), frozenset(graph.names)
         facts = forward.trace.regime, names, inputs.has_shared_lines, pads, len(inputs.grid)
         keys = [None if one is None or is_mixed(one) else ("segments", facts, site, one.path)
-                for (site, *_), one in zip(uses, owned, strict=True)]  # fmt: skip
-        segments, layouts = self._layouts(forward, heads, uses, owned, is_mixed)
+                for (site, *_), one in pairs]  # fmt: skip
+        segments, layouts = self._layouts(forward, heads, pairs, is_mixed)
         is_new = any(key is not None and not self._audit.knows(key) for key in keys)
         proven = [True] * len(uses)
         if is_new and (n > 1 or pads) and self._options["check"] != "off":
-            proven = self._prove(uses, n, owned, heads, layouts)
+            proven = self._prove(graph, heads, pairs, layouts)
         run.segments = segments
         if lifts:
             ends = zip(lifts, layouts[len(forward.uses) :], strict=True)
@@ -158,7 +166,7 @@ class SegmentExaminer:
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 
     def _find_lifts(
-        self, forward: Forward, shown: Owners, ids: Any, is_mixed: Callable[[int], bool]
+        self, forward: Forward, shown: Ownership, ids: Any, is_mixed: Callable[[int], bool]
     ) -> tuple[list[LiftEnd], Any]:
         """Return what Lift.find_by_owner() returns. is_mixed: whether a use's rows are."""
         watch, memory = forward.trace.watch, forward.trace.memory
@@ -174,17 +182,17 @@ class SegmentExaminer:
 
     def _walk(
         self, inputs: Inputs, outputs: Sequence[Tensor], heads: list[tuple[Tensor, Tensor]]
-    ) -> tuple[Owners, Tensor | None, list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[Ownership, Tensor | None, list[tuple[Tensor, Tensor]]]:
         """Return the owners below the outputs, the first attention mask, and the heads that count.
         heads: outputs with owners. With a line [T] for each sample, an output [N] that words are
         made of is not one: it may be of N images."""
 
-        def below(heads: list[tuple[Tensor, Tensor]]) -> tuple[Owners, Tensor | None]:
+        def below(heads: list[tuple[Tensor, Tensor]]) -> tuple[Ownership, Tensor | None]:
             ends = {(t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == inputs.n))
                     for t, rows in heads}  # fmt: skip
             ends.update(inputs.sliced)
             found, names, mask = owners_below(outputs, ends, inputs.n, inputs.grid)
-            return Owners(inputs, found, names), mask
+            return Ownership(inputs, found, names), mask
 
         words = [head for head in heads if len(head[1]) != inputs.n]
         if len(inputs.grid) == 2 and 0 < len(words) < len(heads) and not inputs.has_shared_lines:
@@ -199,8 +207,8 @@ class SegmentExaminer:
         grid, n, count = inputs.grid, inputs.n, len(inputs.owners)
         shape, first = list(t.shape), t.shape[0] if t.dim() else 0
         by_row = first == count or (t.dim() >= len(grid) and shape[: len(grid)] == grid)
-        is_part = not by_row and (first != n or inputs.has_shared_lines)
-        part = inputs.owners_of_part(t) if is_part else None
+        is_whole = by_row or (first == n and not inputs.has_shared_lines)
+        part = None if is_whole else inputs.owners_of_part(t)
         if part is not None or (first != n and not by_row):
             return part
         each, rows = torch.arange(n, device=t.device), inputs.owners.to(t.device)
@@ -210,7 +218,7 @@ class SegmentExaminer:
         self._by_sample[k, t.dim()] = not by_row
         return rows if by_row else each
 
-    def _owners_of(self, graph: Owners, use: Any) -> Owned | None:
+    def _owners_of(self, graph: Ownership, use: Any) -> Owned | None:
         """Return the owners of a use's rows; None if nothing shows them."""
         site, sizes, node, number = use
         if node is None:
@@ -219,7 +227,7 @@ class SegmentExaminer:
         return graph.at(node, number, leads) or self._input_owners(graph, leads, node, number)
 
     def _input_owners(
-        self, graph: Owners, leads: list[int], node: Node, number: int
+        self, graph: Ownership, leads: list[int], node: Node, number: int
     ) -> Owned | None:
         """Return the owners of rows below attention: those of the model's inputs, if the sizes
         cannot be those of other rows. Rows may be heads: [B, H, T]."""
@@ -244,19 +252,15 @@ class SegmentExaminer:
         return bool(owned and not is_part and own.get((node, number), True))  # else the inputs'
 
     def _layouts(
-        self,
-        forward: Forward,
-        heads: Sequence[tuple[Tensor, Tensor]],
-        uses: Sequence[Any],
-        owned: Sequence[Owned | None],
-        is_mixed: Callable[[Owned | None], bool],
-    ) -> tuple[list[Any], list[int | str]]:
+        self, forward: Forward, heads: OwnedHeads, uses: OwnedUses, is_mixed: Callable[..., bool]
+    ) -> tuple[list[Any], Layouts]:
         """Return the pass's segments, and for each use SEGMENTS + their place, or a cause."""
-        above = Graph([t for t, _ in heads]).parents if None in owned else {}
+        is_unknown = any(one is None for _, one in uses)
+        above = Graph([t for t, _ in heads]).parents if is_unknown else {}
         segments = list(forward.run.segments)  # and those of earlier forwards of the same samples
         places: dict[int, int] = {}  # by the id of the owners, which many layers share
-        layouts: list[int | str] = []
-        for (site, sizes, node, number), one in zip(uses, owned, strict=True):
+        layouts: Layouts = []
+        for (site, sizes, node, number), one in uses:
             layer, shape = self._layers[site], list(Watched(node, number, sizes).shape)
             if node is not None and layer.kind.startswith(UNSERVED):
                 layouts.append(cause("segments_kind", kind=layer.type_name))
@@ -273,28 +277,27 @@ class SegmentExaminer:
         return segments, layouts
 
     def _prove(
-        self,
-        uses: Sequence[Any],
-        n: int,
-        owned: Sequence[Owned | None],
-        heads: Sequence[tuple[Tensor, Tensor]],
-        layouts: list[int | str],
+        self, shown: Ownership, heads: OwnedHeads, uses: OwnedUses, layouts: Layouts
     ) -> list[bool]:
-        """Return for each use True if weighted backwards confirm its owners; else write the cause
-        into `layouts`."""
+        """Return for each use True if weighted backwards confirm its owners, or if only Functions
+        of rows keep them from it, and sizes leave no doubt; else write the cause into `layouts`."""
+        n = shown.inputs.n
         watched = [
             Watched(None if one is None else node, number, [len(one.owners)] if one else [1],
                     samples=None if one is None else one.owners)
-            for (_, _, node, number), one in zip(uses, owned, strict=True)
+            for (_, _, node, number), one in uses
         ]  # fmt: skip
-        keep_caches = self._audit.forwards.keep_caches
         seeded = [(t, rows.where(rows < n, -1)) for t, rows in heads]
-        findings = Seeding(seeded, watched, n + 1, keep_caches).prove()
-        proven = []
+        seeding = Seeding(seeded, watched, n + 1, self._audit.forwards.keep_caches)
+        findings, proven = seeding.prove(), []
+        functions = {node: node.name() for node in seeding.nodes if is_python(node)}
+        is_plain = shown.names <= PLAIN.union(functions.values()) and COMPILED not in shown.names
+        trusts = is_plain and functions and all(len(f.next_functions) == 1 for f in functions)
         for k, use in enumerate(watched):
-            layout = findings[k].layout if findings else None
+            clear = BATCH if trusts and shown.inputs.are_rows_of(use) else None
+            layout = findings[k].layout if findings else clear
             is_served = isinstance(layouts[k], int)
-            if is_served and findings is None:
+            if is_served and findings is None and clear is None:
                 layouts[k] = "segments_unproven"
             elif is_served and isinstance(layout, str):
                 layouts[k] = cause("segments_mixed", shape=list(use.shape))

@@ -161,8 +161,7 @@ class Descent:
         if layout < SEGMENTS:
             return products.closed_form(node, operand, g, layout, self._run.n)
         owners = self._run.segments[layout - SEGMENTS].owners
-        product = product_by_owner(node, operand, g, owners, self._run.n)
-        if product is None:
+        if (product := product_by_owner(node, operand, g, owners, self._run.n)) is None:
             raise ValueError("it neither adds nor multiplies rows with owners")
         return product
 

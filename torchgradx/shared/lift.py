@@ -20,7 +20,7 @@ from ..gradients.by_sample import GRADIENT_ELEMENTS
 from ..graph.layout import Finding
 from ..graph.nodes import Graph, Node, shape_of
 from ..graph.owners import Owned, leading, set_flags
-from ..graph.segments import Owners
+from ..graph.segments import Ownership
 from ..graph.unpacking import are_offloaded, can_ask, is_copy_slices
 from ..refusals import cause
 from ..sites.site import ProbeParts
@@ -103,15 +103,14 @@ class Lift:
         return plan if plan.starts else None
 
     def find_by_owner(
-        self, forward: Any, tables: Sequence[int], shown: Owners
+        self, forward: Any, tables: Sequence[int], shown: Ownership
     ) -> tuple[list[LiftEnd], Callable[[Mapping[Node, Any]], LiftPlan]]:
         """Return where tables, and parameters that are read beside the calls of their modules,
         enter rows with owners; and what makes the plan of these uses of the layouts of the rows."""
         uses, ends = self._uses(forward), dict[Node, Owned]()
         graph, called = uses.prune_graph(tables, ())
         groups = [Climb(k, (uses.nodes[k],), lambda node, is_end: True) for k in tables]
-        is_able = Asking(forward.n, graph).is_able
-        reads = uses.find_reads(graph, called, ())
+        reads, is_able = uses.find_reads(graph, called, ()), Asking(forward.n, graph).is_able
         groups += [Climb(k, uses.own(k, graph), is_able) for k in reads]
         mixed = set_flags(shown.below.values() if groups else ())
 
