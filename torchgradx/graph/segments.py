@@ -132,6 +132,7 @@ class Ownership(NamedTuple):
             if rows is not ids and len(self.inputs.grid) == 2 and leads == self.inputs.grid:
                 ids = ids.to(rows.device)  # these are the user's rows: the ids must agree
                 flags = (*flags, ((rows != ids) & (rows != n) & (ids != n)).any())
+                rows = rows.where(rows != n, ids)  # others may see them, through attention
         elif prod(leads) and len(found.owners) % prod(leads) == 0:  # features taken by index
             each = found.owners.view(prod(leads), -1)
             rows = each.amin(1)
