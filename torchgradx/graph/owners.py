@@ -161,7 +161,10 @@ class _Walk:
                 self._merge((child, number), shape, Owned(owned.owners, path, owned.flags))
 
     def _has_rows(self, node: Node, name: str, operand: int) -> bool:
-        """Return False for an operand of a product that does not have the rows of its output."""
+        """Return False for an operand without the rows of the output, or times the number 0."""
+        other = saved_value(node, "other") if name == "MulBackward0" else None
+        if other is not None and not other.dim() and other.device.type == "cpu" and not other:
+            return False
         only = self._only.get(node, ROWS_OPERAND.get(name))
         if only is None or operand == only:
             return True

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..extension import _C, NATIVE
 from .indices import saved_dim
-from .layout import Watched
 from .nodes import Edge, is_leaf, shape_of
 from .owners import Owned, owners_by, positions_of
 
@@ -91,13 +90,12 @@ class Inputs:
         several = (lines != lines.amin(1, True)) & (lines != self.n) if lines.numel() else lines
         return bool(several.any())
 
-    def are_rows_of(self, use: Watched) -> bool:
+    def are_rows_of(self, use: Any) -> bool:
         """Return True if a use has these rows in front, and no other dimension may have them."""
         shape, grids = list(use.shape), (self.grid, [len(self.owners)])
-        rows: Any = use.samples
         clear = (grid for grid in grids if all(shape.count(size) == 1 for size in grid))
         fits = any(shape[: len(grid)] == grid for grid in clear)
-        return fits and torch.equal(rows, self.owners.to(rows.device))
+        return fits and torch.equal(use.samples, self.owners.to(use.samples.device))
 
     def owners_of_part(self, t: Tensor) -> Tensor | None:
         """Return the owners of the rows of an output [B, S, *] that is a slice of rows [B, T], or
