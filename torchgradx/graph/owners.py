@@ -162,8 +162,9 @@ class _Walk:
 
     def _has_rows(self, node: Node, name: str, operand: int) -> bool:
         """Return False for an operand without the rows of the output, or times the number 0."""
-        other = saved_value(node, "other") if name == "MulBackward0" else None
-        if other is not None and not other.dim() and other.device.type == "cpu" and not other:
+        is_mul = name == "MulBackward0" and node.next_functions[1][0] is None
+        by = saved_value(node, "other") if is_mul else None
+        if by is not None and by.is_cpu and not by.dim() and not by:
             return False
         only = self._only.get(node, ROWS_OPERAND.get(name))
         if only is None or operand == only:

@@ -64,6 +64,7 @@ class Inputs:
     grid: list[int]  # sizes of the rows: [rows], or [B, T]
     n: int
     sliced: dict[Edge, Owned] = field(default_factory=dict)  # of what outputs are slices of
+    filled: dict[int, Tensor] = field(default_factory=dict)  # by id, see Ownership.at
 
     @staticmethod
     def of(ids: Tensor | None, n: int) -> Inputs:
@@ -93,8 +94,7 @@ class Inputs:
     def are_rows_of(self, use: Any) -> bool:
         """Return True if a use has these rows in front, and no other dimension may have them."""
         shape, grids = list(use.shape), (self.grid, [len(self.owners)])
-        clear = (grid for grid in grids if all(shape.count(size) == 1 for size in grid))
-        fits = any(shape[: len(grid)] == grid for grid in clear)
+        fits = any(shape[: len(g)] == g and {*map(shape.count, g)} == {1} for g in grids)
         return fits and torch.equal(use.samples, self.owners.to(use.samples.device))
 
     def owners_of_part(self, t: Tensor) -> Tensor | None:
@@ -126,11 +126,10 @@ class Ownership(NamedTuple):
         rows = owners_by(found, tuple(node._input_metadata[number].shape), leads)
         flags = found.flags
         if rows is not None:
-            ids = self.inputs.owners
+            ids = self.inputs.owners.to(rows.device)
             if rows is not ids and len(self.inputs.grid) == 2 and leads == self.inputs.grid:
-                ids = ids.to(rows.device)  # these are the user's rows: the ids must agree
-                flags = (*flags, ((rows != ids) & (rows != n) & (ids != n)).any())
-                rows = rows.where(rows != n, ids)  # others may see them, through attention
+                flags = (*flags, ((rows != ids) & (rows != n) & (ids != n)).any())  # must agree
+                rows = self.inputs.filled.setdefault(id(found.owners), rows.where(rows != n, ids))
         elif prod(leads) and len(found.owners) % prod(leads) == 0:  # features taken by index
             each = found.owners.view(prod(leads), -1)
             rows = each.amin(1)
