@@ -18,7 +18,7 @@ from attach_steps import exact_or_refused, exact_step, exact_steps, refused
 from clip_oracle import check_clip
 from torch import nn
 from torch.func import functional_call
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import torchgradx
@@ -205,6 +205,16 @@ def of_both(m, x):
     return F.conv2d(x, torch._weight_norm(weight.view_as(m.v), m.g, 0))
 
 
+def masked(m, x):
+    h = F.conv2d(x, torch.where(torch.ones(3, 3).tril() > 0, m.w, 0) / m.s, m.b, padding=1)
+    return F.linear(h, 0.7 * m.v * torch.ones(6, 5).tril())
+
+
+def ensemble(m, x):
+    h = (x.flatten(2).transpose(0, 1) @ (m.w * 0.7)).transpose(0, 1).tanh()
+    return torch.einsum("bki,kio->bko", h, m.v)
+
+
 def transposed(m, x):
     return F.conv_transpose2d(x, m.w, m.b, 2, 1, output_padding=1, groups=2)
 
@@ -242,8 +252,13 @@ COMPUTED = {
     "in two convolutions": (lambda: Model(in_two, **NORMED, b=torch.randn(4)), IMAGE),
     "both": (lambda: Model(of_both, **NORMED, h=torch.rand(4) + 0.5), IMAGE),
     "by hand": (lambda: ByHand(4, 6, 3), IMAGE),
+    "masked": (lambda: Model(masked, v=torch.randn(6, 5), s=torch.rand(1) + 1, **PAIRS), IMAGE),
+    "one row": (lambda: Model(lambda m, x: x.flatten(1) @ (m.w * torch.ones(100, 6).triu() * m.s),
+                              w=torch.randn(100, 6), s=torch.rand(1)), IMAGE),
+    "spectral norm": (lambda: spectral_norm(nn.Linear(5, 6)).eval(), IMAGE),
+    "ensemble": (lambda: Model(ensemble, w=torch.randn(4, 25, 6), v=torch.randn(4, 6, 3)), IMAGE),
 }  # fmt: skip
-FULL = {"by hand", "weight_norm, cancelled"}  # gradients of the weight's size for each sample
+FULL = {"by hand"}  # gradients of the weight's size for each sample
 
 
 def around(name, reentrant=None):
@@ -337,6 +352,7 @@ def test_a_sample_that_is_dropped_leaves_no_nan_in_what_a_weight_is_computed_fro
 PRODUCTS = {
     "rows": lambda m, x: torch.einsum("nti,io->nto", x, m.w),
     "rows, sequence first": lambda m, x: torch.einsum("tni,io->nto", x.mT.movedim(2, 0), m.w),
+    "masked": lambda m, x: x.sum(1, keepdim=True) @ (m.w * torch.ones(D, D).tril()),
     "a matrix each": lambda m, x: torch.einsum("nti,tio->nto", x, m.each),
     "a vector of N": lambda m, x: (x.transpose(0, 1)[..., :N] @ m.v).T[..., None] * x,
 }
@@ -362,3 +378,12 @@ def test_rows_of_which_next_to_nothing_is_left_beside_the_weight_itself():
     with torchgradx.attach(model) as probe:
         square(model, x).backward()
         close(probe.norms(per="parameter")["part.v"].double(), want, 1e-2)
+
+
+def test_what_a_mask_takes_out_costs_the_others_no_digit():
+    model = Model(lambda m, x: x @ (m.w * torch.eye(D)[:, 1:]), w=torch.randn(D, D - 1))
+    x = rows()[:, 0]
+    x[:, 0] = 1e18
+    with torchgradx.attach(model) as probe:
+        square(model, x).backward()
+        close(probe.norms().double(), loop(model, square, x)["w"], 1e-5)

@@ -8,8 +8,9 @@ both. Squared norms and weighted sums are accumulated in float32, or float64 for
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from math import prod
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,11 +26,12 @@ _sum = torch.ops.torchgradx.affine_sum.default if NATIVE else None
 
 
 class Factored(Protocol):
-    """Gradients [N, *shape] of one parameter as factors."""
+    """Gradients [N, *shape] of one parameter as factors, which are the first two fields."""
 
     @property
     def operands(self) -> list[Tensor]:
         """Return the factors, which others may write into."""
+        return [getattr(self, field.name) for field in fields(cast(Any, self))[:2]]
 
     def __len__(self) -> int:
         return len(self.operands[0])
@@ -73,6 +75,8 @@ class OfWeight(Factored, Protocol):
 
     def replaced(self: W, *operands: Tensor) -> W:
         """Return the same with other factors."""
+        names = (field.name for field in fields(cast(Any, self)))
+        return replace(cast(Any, self), **dict(zip(names, operands, strict=False)))
 
     def part(self: W, samples: slice) -> W:
         return self.replaced(*(t[samples] for t in self.operands))

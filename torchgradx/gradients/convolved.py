@@ -26,14 +26,6 @@ class Convolved(OfWeight):
     geometry: Sequence[Sequence[int]]  # stride, padding, dilation
     groups: int
 
-    @property
-    def operands(self) -> list[Tensor]:
-        return [self.images, self.grads]
-
-    def replaced(self, *operands: Tensor) -> Convolved:
-        images, grads = operands
-        return replace(self, images=images, grads=grads)
-
     def times(self, rows: Tensor) -> Convolved:
         return replace(self, grads=self.grads * rows.view(-1, *[1] * (len(self.shape) - 2)))
 

@@ -81,10 +81,6 @@ class Grouped(Factored):
     def __len__(self) -> int:
         return self.pairs.count
 
-    @property
-    def operands(self) -> list[Tensor]:
-        return [self.left, self.right]
-
     def of_biases(self) -> Tensor:
         """Return [N, E, B]: the sums of `right`, where `left` is ones."""
         wide = self.right.to(accumulation_dtype(self.dtype))

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from ..graph.nodes import Node
 from ..reference import chunks
-from ..reference.chunks import accumulation_dtype
+from ..reference.chunks import accumulation_dtype, precise_dtype
 from .by_sample import Factored, Gradients, OfWeight, sq_norms
 
+MIN_SQUARE = 1e-20  # of a sum of squares in float32; in less, squares may have become 0
 MIN_REMAINDER = 0.05  # if less of a squared norm is left after subtraction, two digits are lost
 
 
 @dataclass(frozen=True)
 class Outer(OfWeight):
-    """Gradients [N, A, B]; that of a sample is left^T right."""
+    """Gradients [N, *, A, B]; that of a sample is left^T right, for each of its matrices *."""
 
-    left: Tensor  # [N, T, A]
-    right: Tensor  # [N, T, B]
+    left: Tensor  # [N, *, T, A]
+    right: Tensor  # [N, *, T, B]
 
     @property
     def shape(self) -> Sequence[int]:  # type: ignore[override]
-        return self.left.shape[2], self.right.shape[2]
-
-    @property
-    def operands(self) -> list[Tensor]:
-        return [self.left, self.right]
-
-    def replaced(self, *operands: Tensor) -> Outer:
-        return Outer(*operands)
+        return *self.left.shape[1:-2], self.left.shape[-1], self.right.shape[-1]
 
     def transposed(self) -> Outer:
-        """Return the gradients [N, B, A] of the transposed matrix."""
+        """Return the gradients [N, *, B, A] of the transposed matrices."""
         return Outer(self.right, self.left)
 
     def times(self, rows: Tensor) -> Outer:
@@ -45,34 +41,40 @@ class Outer(OfWeight):
         return (self.left * (self.right @ matrix.mT)).sum(1)
 
     def to_add(self) -> Sequence[Tensor]:
-        return self.left, self.right
+        return self.operands if self.left.dim() == 3 else super().to_add()
 
     def added(self, other: Gradients) -> Gradients:
         if not isinstance(other, Outer):
             return super().added(other)
-        pairs = (self.left, other.left), (self.right, other.right)
-        return Outer(*(torch.cat(pair, 1) for pair in pairs))
+        return Outer(
+            torch.cat((self.left, other.left), -2), torch.cat((self.right, other.right), -2)
+        )
 
     def in_full(self) -> Tensor:
         return self.left.mT @ self.right
 
     def total(self) -> Tensor:
-        return self.left.flatten(0, 1).mT @ self.right.flatten(0, 1)
+        return torch.einsum("n...ta,n...tb->...ab", self.left, self.right)
 
     def size(self) -> float:
-        return float((chunks.norms(self.left) * chunks.norms(self.right)).norm())
+        left, right = (chunks.norms(t.flatten(0, -3)) for t in self.operands)
+        return float((left * right).norm())
 
     def sq_norms(self) -> Tensor:
-        return ops.linear_sq_norms(self.right, self.left)
+        found = ops.linear_sq_norms(self.right.flatten(0, -3), self.left.flatten(0, -3))
+        return found if self.left.dim() == 3 else found.view(len(self), -1).sum(1)
 
     def along(self, direction: Tensor) -> Tensor:
-        products = self.right.to(direction.dtype) @ direction.flatten(1).mT
-        return (products * self.left.to(direction.dtype)).sum((1, 2))
+        left, right = (t.to(direction.dtype) for t in self.operands)
+        return torch.einsum("n...tb,...ab,n...ta->n", right, direction.reshape(self.shape), left)
 
     def weighted(self, factors: Tensor) -> Tensor:
         wide = self.to(accumulation_dtype(self.dtype))
-        grad: Tensor = ops.linear_scaled(wide.right, wide.left, factors, False)[0]
-        return grad
+        if self.left.dim() == 3:
+            grad: Tensor = ops.linear_scaled(wide.right, wide.left, factors, False)[0]
+            return grad
+        by = factors.to(wide.dtype).view(-1, *[1] * (self.left.dim() - 1))
+        return Outer(*(torch.where(by != 0, t, 0) for t in (wide.left, wide.right * by))).total()
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,6 @@ class LookedUp(Factored):
     ids: Tensor  # [N, T]
     rows: Tensor  # [N, T, D]
     count: int  # V
-
-    @property
-    def operands(self) -> list[Tensor]:
-        return [self.ids, self.rows]
 
     def to_add(self) -> Sequence[Tensor]:
         return self.rows, self.ids
@@ -122,11 +120,19 @@ class LookedUp(Factored):
         return chunks.add_rows(zeros, self.ids.flatten(), rows.flatten(0, 1))
 
 
+def lookup_product(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
+    """Return the product of an embedding from each sample's ids [N, *] and gradient [N, *, D]."""
+    n, count, padding = len(g), node._saved_weight_sym_argsize_0, node._saved_padding_idx
+    ids, rows = ids.reshape(n, -1), g.reshape(n, -1, g.shape[-1])
+    if padding < count:  # without padding_idx the node saved the largest integer
+        rows = rows.masked_fill((ids == padding).unsqueeze(2), 0)
+    return LookedUp(ids, rows, count)
+
+
 @dataclass(frozen=True)
 class Rowwise(Factored):
-    """Gradients [N, *shape] of v, from which a weight was computed row by row.
-    A row of v's gradient is that of the weight's, less its components along unit vectors, times a
-    scale. So normalisations of a weight are served from the factors of the weight's gradient."""
+    """Gradients [N, *shape] of v, from which a weight was computed row by row, or by constants.
+    A row is the one of the weight's gradient, less what lies along unit vectors, times a scale."""
 
     of: OfWeight  # the gradients of the weight
     shape: Sequence[int]  # of v
@@ -134,6 +140,7 @@ class Rowwise(Factored):
     units: Sequence[Tensor] = ()  # [rows or 1, *]: orthogonal, with rows of norm 1 or less
     along_units: Sequence[Tensor] = ()  # [N, rows]: dot products of the weight's rows with a unit
     dim: int = 0  # of v, along which its rows are
+    by: Tensor | None = None  # [*shape of the weight]: constants times v are the weight
 
     @property
     def operands(self) -> list[Tensor]:
@@ -146,7 +153,27 @@ class Rowwise(Factored):
             for unit in self.units:
                 rest = rest - unit * sum_by_row(g * unit, self.dim)
             g = rest * self.scale.view([-1 if d == self.dim else 1 for d in range(g.dim() - 1)])
+        if self.by is not None:
+            g = g.reshape(len(g), *self.by.shape) * self.by
         return g.reshape(len(g), *self.shape)
+
+    def simplest(self) -> Gradients:
+        """Return the gradients of the weight if v is the weight."""
+        is_weight = self.scale is self.by is None and tuple(self.shape) == tuple(self.of.shape)
+        return self.of if is_weight else self
+
+    def scaled(self, factor: Tensor, shape: Sequence[int]) -> Gradients | None:
+        """Return the gradients of an operand [*shape], if v is the operand times `factor`."""
+        of, is_same = self.of.to(accumulation_dtype(self.dtype)), shape == tuple(self.shape)
+        factor = factor.to(of.dtype)
+        if is_same and factor.numel() == 1:
+            number = factor.flatten()
+            along = [t * number for t in self.along_units]
+            return replace(self, of=of.times(number), along_units=along).simplest()
+        if self.scale is not None or (not is_same and prod(shape) != 1):
+            return None
+        by = self.back(factor.expand(1, *self.shape)).reshape(tuple(of.shape))
+        return replace(self, of=of, by=by) if is_same else of.along(by).view(-1, *shape)
 
     def along_rows(self, unit: Tensor, dim: int) -> Tensor:
         """Return the dot products [N, rows] of the weight's rows with the rows of a unit."""
@@ -162,9 +189,14 @@ class Rowwise(Factored):
         return self.back(self.of.total()[None])[0]
 
     def size(self) -> float:
-        return self.of.size() * (1.0 if self.scale is None else float(self.scale.abs().max()))
+        scales = [float(t.abs().max()) for t in (self.scale, self.by) if t is not None]
+        return self.of.size() * prod(scales)
 
     def sq_norms(self) -> Tensor:
+        if self.scale is None and self.by is None:
+            return self.of.sq_norms()
+        if self.by is not None and isinstance(self.of, Outer) and self.of.left.shape[1:-1] == (1,):
+            return _sq_norms_of_masked(self.of.left[:, 0], self.of.right[:, 0], self.by)
         if self.dim or self.scale is None:
             return torch.cat([sq_norms(self.back(g)) for g in self.of.parts()])
         found = whole = self.of.times(self.scale).sq_norms()
@@ -185,3 +217,19 @@ class Rowwise(Factored):
 def sum_by_row(products: Tensor, dim: int) -> Tensor:
     """Sum [N, *] over all dimensions but N and the rows, which are dimension `dim` of *."""
     return products.sum([d for d in range(1, products.dim()) if d != 1 + dim], True)
+
+
+def _sq_norms_of_masked(left: Tensor, right: Tensor, by: Tensor) -> Tensor:
+    """Return [N] sums of (left_a by_ab right_b)^2. left: [N, A]. right: [N, B].
+    The largest of a sample is 1 when they are squared; if squares may still be lost, in float64."""
+    units = [t.abs().amax(1, True) for t in (left, right)]
+    a, b = (t / (unit + (unit == 0)) for t, unit in zip((left, right), units, strict=True))
+    squares, scale = by.square(), (units[0].to(precise_dtype(by)) * units[1])[:, 0].square()
+    found, most = (a.square() @ squares * b.square()).sum(1), squares.amax()
+    is_exact = (found > MIN_SQUARE * most) & (most > MIN_SQUARE) & (most < 1 / MIN_SQUARE)
+    lost = (~is_exact & (scale != 0)).nonzero().flatten()
+    found = found.to(scale.dtype) * scale
+    if len(lost):
+        a, squares, b = (t.to(scale.dtype).square() for t in (left[lost], by, right[lost]))
+        found[lost] = (a @ squares * b).sum(1)
+    return found.to(by.dtype)

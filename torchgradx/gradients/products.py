@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ..graph.nodes import Node, dtype_of, is_leaf, shape_of, to_signed
 from ..reference.chunks import accumulation_dtype
 from .by_sample import Gradients
 from .convolved import Convolved
-from .outer import LookedUp, Outer, Rowwise
+from .outer import LookedUp, Outer, Rowwise, lookup_product
 
 CAST = "ToCopyBackward0"  # autocast's
 MAX_LOOPED = 8  # samples; for fewer a loop is faster than to set up vmap
@@ -49,9 +50,9 @@ ELEMENTWISE: dict[str, Callable[[Node, int, Tensor], Tensor]] = {
         "Maximum", "Minimum", "PreluKernel", "Rsub", "Where", "Xlogy",
     ))), lambda node, k, g: node(g)[k]),
 }  # fmt: skip
-# Nodes that pass on the gradient in another shape or dtype.
+# Nodes that pass on the gradient in another shape or dtype, if it keeps its size.
 LINKS = {CAST, *(f"{name}Backward0" for name in (
-    "Alias", "Clone", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
+    "Alias", "Clone", "Expand", "ReshapeAlias", "Squeeze", "UnsafeView", "Unsqueeze", "View",
 ))}  # fmt: skip
 # Nodes with one operand, that multiply each element's gradient by a factor.
 POINTWISE = {f"{name}Backward{k}" for k in (0, 1) for name in (
@@ -63,7 +64,6 @@ ROWS = {
     "BmmBackward0": ("_saved_self", 1),
     "AddmmBackward0": ("_saved_mat1", 2),
 }
-COLUMNS = {"MmBackward0", "BmmBackward0"}  # nodes of a @ columns, where a is operand 0
 
 
 def _permute_back(node: Node, g: Tensor) -> Tensor | None:
@@ -80,10 +80,12 @@ def _permute_back(node: Node, g: Tensor) -> Tensor | None:
 
 
 def is_transpose(node: Node) -> bool:
-    """Return True if a node transposes matrices, and permutes no other dimensions."""
-    probe = torch.empty(1, *range(1, 1 + len(shape_of(node, 0))), device="cpu")  # of unequal sizes
-    permuted = _permute_back(node, probe)
-    return permuted is not None and permuted.shape == probe.mT.shape
+    """Return True if a node transposes matrices alone. Of 4 dimensions, those of 1 do not count."""
+    shape = shape_of(node, 0)
+    sizes = [1 if size == 1 and len(shape) > 3 else k for k, size in enumerate(shape, 2)]
+    probe = torch.empty(1, *sizes, device="meta")  # of unequal sizes
+    permuted = _permute_back(node, probe) if probe.squeeze().dim() > 1 else None
+    return permuted is not None and permuted.squeeze().shape == probe.squeeze().mT.shape
 
 
 def _normalise_groups(node: Node) -> Tensor:
@@ -148,6 +150,9 @@ BY_ROWS: dict[str, Callable[[Node, Rowwise], Sequence[Gradients] | None]] = {
 
 def keeps_rows(node: Node) -> bool:
     """Return True if pass_factors() may cross a node with the factors of a weight's gradients."""
+    if node.name() in ELEMENTWISE:
+        shapes = {shape_of(*edge) for edge in node.next_functions if edge[0]} - {shape_of(node, 0)}
+        return all(prod(shape) == 1 for shape in shapes)
     known = is_leaf(node) or node.name() in {CAST, *BY_ROWS}
     return known or is_passthrough(node) or is_transpose(node)
 
@@ -188,7 +193,10 @@ def is_passthrough(node: Node) -> bool:
     if node.name() == ADD:  # to a constant
         is_plain = edges[0] == node.next_functions[0] or node._saved_alpha == 1
         return is_plain and shape_of(*edges[0]) == shape_of(node, 0)
-    return node.name() in LINKS
+    if node.name() in LINKS:
+        return prod(shape_of(node, 0)) == prod(shape_of(*edges[0]))
+    permuted = _permute_back(node, torch.empty(1, *shape_of(node, 0), device="meta"))
+    return permuted is not None and permuted.is_contiguous()
 
 
 def _normalisation(node: Node, operand: int, g: Tensor) -> Tensor | None:
@@ -271,9 +279,9 @@ def _masked_product(node: Node, g: Tensor, shape: Sequence[int]) -> Tensor | Non
 def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
     """Return the product of a node that multiplies rows, looks them up, or convolves."""
     name = node.name()
-    if name in COLUMNS and operand == 0 and layout == LAST:
+    if name in ("MmBackward0", "BmmBackward0") and operand == 0 and layout == LAST:
         grads, columns = (split_samples(t, layout, n) for t in (g, node._saved_mat2))
-        return grads @ columns.mT
+        return Outer(grads.mT, columns.mT)
     if name == EMBEDDING:
         ids, grads = (split_samples(t, layout, n) for t in (node._saved_indices, g))
         return lookup_product(node, ids, grads)
@@ -298,13 +306,9 @@ def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -
         if layout != SEQUENCE or g.dim() != 2 or n in features:
             return None
     rows, grads = (split_samples(t, layout, n) for t in (rows, g))
-    if rows.dim() == 4:  # of a batched product
-        fits = (rows.shape[1], rows.shape[3], grads.shape[3]) == shape
-        return rows.mT @ grads if fits else None
-    if rows.dim() != 3 or (rows.shape[2], grads.shape[2]) != shape:
-        return None
     alpha = getattr(node, "_saved_alpha", 1)
-    return Outer(rows, grads if alpha == 1 else grads * alpha)
+    product = Outer(rows, grads if alpha == 1 else grads * alpha)
+    return product if product.shape == shape else None
 
 
 def _convolution(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:
@@ -325,21 +329,14 @@ def _convolution(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gr
     return Convolved(images, grads, shape_of(*node.next_functions[1]), geometry, node._saved_groups)
 
 
-def lookup_product(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
-    """Return the product of an embedding from each sample's ids [N, *] and gradient [N, *, D]."""
-    n, count, padding = len(g), node._saved_weight_sym_argsize_0, node._saved_padding_idx
-    ids, rows = ids.reshape(n, -1), g.reshape(n, -1, g.shape[-1])
-    if padding < count:  # without padding_idx the node saved the largest integer
-        rows = rows.masked_fill((ids == padding).unsqueeze(2), 0)
-    return LookedUp(ids, rows, count)
-
-
 def closed_form_below(
     node: Node, operand: int, g: Tensor, ask: Callable[[Tensor], Sequence[Tensor | None]]
 ) -> Gradients | None:
     """Return the product of a node below the frontier, which has one output; None: no closed form.
     g: per-sample gradients [N, *] of the output. ask: calls the node with one gradient."""
     name, shape = node.name(), shape_of(*node.next_functions[operand])
+    if name == MV and operand == 0:
+        return Outer(g[:, None], node._saved_vec.expand(len(g), 1, -1))
     product = _permute_back(node, g)
     if is_passthrough(node):
         product = g.reshape(len(g), *shape)
@@ -356,22 +353,29 @@ def closed_form_below(
 
 def pass_factors(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
     """Return the gradients of each operand if a node passes on a weight's gradients as factors.
-    It casts, reshapes or transposes the weight, or computed it row by row. None: another node, or
-    gradients that are not factors of a weight."""
-    name = node.name()
+    It casts, reshapes or transposes the weight, or computed it row by row or element by element.
+    None: another node, or gradients that are not factors of a weight."""
+    name, edges = node.name(), node.next_functions
     if isinstance(g, (Outer, Convolved)):
         if name == CAST:
-            return [g.to(dtype_of(*node.next_functions[0]))]
-        if isinstance(g, Outer) and is_transpose(node):
-            return [g.transposed()]
+            return [g.to(dtype_of(*edges[0]))]
         g = Rowwise(g, g.shape)
     if not isinstance(g, Rowwise):
         return None
-    if name in BY_ROWS and g.scale is None:
+    is_view = g.scale is g.by is None
+    has_dims = list(g.of.shape) in (list(g.shape), [size for size in g.shape if size > 1])
+    if isinstance(g.of, Outer) and is_view and has_dims and is_transpose(node):
+        return [Rowwise(g.of.transposed(), shape_of(*edges[0])).simplest()]
+    if name in BY_ROWS and is_view and (isinstance(g.of, Convolved) or len(g.of.shape) == 2):
         return BY_ROWS[name](node, replace(g, of=g.of.to(accumulation_dtype(g.dtype))))
-    if name == CAST or not is_passthrough(node):
+    if is_passthrough(node) and name != CAST:
+        return [replace(g, shape=shape_of(*e)).simplest() if e[0] else g for e in edges]
+    if name not in ELEMENTWISE:
         return None
-    return [replace(g, shape=shape_of(*e)) if e[0] else g for e in node.next_functions]
+    one = torch.ones((), dtype=g.dtype, device=g.operands[0].device)
+    found: Any = [g.scaled(ELEMENTWISE[name](node, k, one), shape_of(*e)) if e[0] else g
+             for k, e in enumerate(edges)]  # fmt: skip
+    return None if any(of is None for of in found) else found
 
 
 def split_samples(g: Tensor, layout: int, n: int) -> Tensor:

@@ -33,7 +33,7 @@ from .several import End
 MAX_KEPT = 16  # of one site
 # Nodes that keep each row where it is.
 KEEPS_ROWS = LINKS | POINTWISE | {f"{name}Backward0" for name in (
-    "Add", "ClampMax", "ClampMin", "Div", "Expand", "Gelu", "Mul", "Sub",
+    "Add", "ClampMax", "ClampMin", "Div", "Gelu", "Mul", "Sub",
 )} | {"ClampBackward1", "SqueezeBackward1"}  # fmt: skip
 # Nodes that work along one dimension.
 ALONG = {"CatBackward0", "SelectBackward0", "SliceBackward0", "SoftmaxBackward0", "SplitBackward0",
