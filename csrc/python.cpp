@@ -260,6 +260,14 @@ void bind_capture(py::module_& m) {
           return std::any_of(saved.begin(), saved.end(),
                              [](const auto& t) { return bool(t.retrieve_unpack_hook_data()); });
         });
+  m.def("materialized",  // gradients for a Function in Python, with zeros where the engine gives them in place of None
+        [](const py::object& node, std::vector<std::optional<Tensor>> grads) {
+          const auto* function = reinterpret_cast<THPFunction*>(node.ptr());
+          at::OptionalDeviceGuard guard;
+          for (size_t k = 0; k < grads.size() && function->materialize_grads; ++k)
+            if (!grads[k]) grads[k] = function->output_info.at(k).zeros(guard);
+          return grads;
+        });
   m.def("into_slice",  // of the node of an operation that wrote into a view: the operation's own
         [](const py::object& node) -> py::object {
           const auto* slices = dynamic_cast<const torch::autograd::CopySlices*>(&*node_of(node));

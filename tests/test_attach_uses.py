@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from attach_models import Model, mlp, square
 from attach_modes import a_few_modes, every_mode, fallback_mode
 from attach_oracle import check, close, loop_model
-from attach_steps import exact_step, exact_steps
+from attach_steps import exact_step, exact_steps, refusal
 from test_attach_interrupted import linear
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -202,6 +202,37 @@ def test_a_weight_that_it_makes_of_two_is_exact(frozen, positions, options):
     own.base.requires_grad_(not frozen)
     net = nn.Sequential(nn.Linear(3, 3), own, nn.Linear(3, 2))
     check(net, square, torch.randn(N, *positions, 3), **options)
+
+
+class Top(torch.autograd.Function):
+    """h @ w.T, and sums of h. Its backward clamps, and writes into what was saved."""
+
+    limit = 1e9
+
+    @staticmethod
+    def forward(ctx, h, w):
+        ctx.save_for_backward(h, w.clone())
+        return h @ w.T, h.sum(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx, g, sums):
+        (h, w), g = ctx.saved_tensors, g.clamp(-Top.limit, Top.limit)
+        back = g @ w + sums
+        return back, g.flatten(0, -2).T @ h.flatten(0, -2) + w.zero_()
+
+
+@pytest.mark.skipif(not torchgradx.ops.NATIVE, reason="refused without the extension")
+@a_few_modes
+def test_a_childs_weight_that_a_function_reads_is_exact_unless_it_clamps(options, monkeypatch):
+    net = Model(lambda m, x: torch.dstack(Top.apply(m.l(x), m.o.weight) + Top.apply(x, m.o.weight)),
+                l=nn.Linear(3, 3), o=nn.Linear(3, 2, bias=False)).double()  # fmt: skip
+    batches = [torch.randn(n, t, 3).double() for n, t in ((N, 6), (N, 7), (2, 5), (1, 2))]
+    assert "asked once for each sample" in exact_steps(net, *batches, **options)
+    with torchgradx.attach(net, **options) as probe:
+        exact_step(probe, net, batches[0])
+        monkeypatch.setattr(Top, "limit", 1e-2)
+        square(net, batches[0]).backward()
+        assert refusal(probe, "not the sum of its grad").parameters == ("o.weight",)
 
 
 T, D = 5, 3

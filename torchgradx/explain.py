@@ -8,6 +8,7 @@ from html import escape
 
 from .layers.rules import Layer, rule_named
 from .layers.table import Parameters
+from .shared.lift import EACH
 
 AGAIN = "run again by vmap or a replay"
 
@@ -60,7 +61,7 @@ def _served(layer: Layer) -> tuple[str, str, str]:
     if "lifted" in layer.notes:
         text = "lifted: its gradients by sample are taken at the graph's nodes, where samples"
         text += f" come in{layer.notes['lifted'] or ''}"
-        return "at the graph's nodes", text, text
+        return "asked once for each sample" if EACH in text else "at the graph's nodes", text, text
     if layer.notes.keys() == {"products"}:
         text = "products: one for each expert, their rows' samples by the indices between"
         return "at the graph's nodes", text, text

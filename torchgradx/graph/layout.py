@@ -23,7 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from ..refusals import cause, refused_all
-from .compiled import COMPILED
+from .functions import COMPILED
 from .nodes import shape_of
 from .rows import SILENT, RowSummary, digits_of, halves, seeded_root
 from .unpacking import can_run_twice, has_checkpoints

@@ -55,7 +55,7 @@ class Graph:
         """Return the starts and the nodes above them, nearest first.
         The consumers of the k-th node are visited only if goes_on(k, node)."""
         parents = self.parents
-        return _reach(starts, lambda k, v: parents.get(v, ()) if goes_on(k, v) else ())
+        return reach(starts, lambda k, v: parents.get(v, ()) if goes_on(k, v) else ())
 
     def without(self, leaf: Node, uses: set[Node]) -> bool:
         """Remove the edges from a parameter to its modules, whose outputs are by the nodes `uses`.
@@ -91,10 +91,10 @@ class Graph:
         def edges(_: int, node: Node) -> list[Edge]:
             return [e for e in self.parents.get(node, ()) if e[0].name() in OUTPUTS]
 
-        return set(_reach([node], edges))
+        return set(reach([node], edges))
 
 
-def _reach(starts: Iterable[Node], edges: Callable[[int, Node], Iterable[Edge]]) -> list[Node]:
+def reach(starts: Iterable[Node], edges: Callable[[int, Node], Iterable[Edge]]) -> list[Node]:
     """Return the starts and the nodes that edges(k, node) lead to from the k-th, nearest first."""
     found = list(dict.fromkeys(starts))
     visited = set(found)
@@ -111,14 +111,14 @@ def nodes_below(starts: Iterable[Node], until: Collection[Node | None] = ()) -> 
     def edges(_: int, node: Node) -> list[Edge]:
         return [e for e in node.next_functions if e[0] and not is_leaf(e[0]) and e[0] not in until]
 
-    return _reach((node for node in starts if node not in until), edges)
+    return reach((node for node in starts if node not in until), edges)
 
 
 def coarsest_eps(ends: Iterable[Node], operands: Iterable[Tensor]) -> float:
     """Return the largest machine epsilon of the gradients from `ends` down to the operands."""
     until = {None, *(t.grad_fn for t in operands)}
     starts = (node for node in ends if node not in until)
-    nodes = _reach(starts, lambda _, v: [e for e in v.next_functions if e[0] not in until])
+    nodes = reach(starts, lambda _, v: [e for e in v.next_functions if e[0] not in until])
     dtypes = {kind.dtype for node in nodes for kind in getattr(node, "_input_metadata", ())}
     return max((torch.finfo(kind).eps for kind in dtypes if kind.is_floating_point), default=0.0)
 

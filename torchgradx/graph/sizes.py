@@ -57,7 +57,7 @@ def _only_layout(leads: Sequence[int], views: Sequence[Shape], n: int) -> int | 
     """Return the layout if the leading sizes of an output and of its views show only one."""
     rows = [tuple(leads)]
     for shape in views:
-        cuts = (shape[:k] for k in range(1, len(shape)) if shape[0] > 1)
+        cuts = (shape[:k] for k in range(1, 1 + len(shape)) if shape[0] > 1)
         rows.append(next((cut for cut in cuts if prod(cut) == prod(leads)), ()))
     if n > 1 and any(sizes.count(n) > 1 for sizes in rows):
         return None

@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 from ..extension import _C, NATIVE
 from ..sharding import is_fsdp_node
-from .compiled import can_ask_compiled
+from .functions import can_ask_function
 
 SavedHook = tuple[Callable[[Any], Tensor], Any]  # the unpack hook, and its argument
 SAVED_NAMES: dict[str, list[str]] = {}  # attributes of saved tensors, by the name of the node
@@ -72,8 +72,8 @@ def keep_indices(block: Any, hooks: Any) -> None:
 def can_ask(node: Any) -> tuple[bool, bool]:
     """Return whether a node can be asked before the engine runs it, and whether it saved through
     hooks."""
-    if isinstance(node, BackwardCFunction):  # a user's Function: only the engine can call it
-        return is_fsdp_node(node) or can_ask_compiled(node), False
+    if isinstance(node, BackwardCFunction):
+        return is_fsdp_node(node) or can_ask_function(node), False
     hooks = _saved_hooks(node)
     return hooks is not None and all(map(_can_repeat, hooks)), bool(hooks)
 

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CoverageError
 from ..extension import _C, NATIVE, Pass
-from ..graph.compiled import COMPILED
+from ..graph.functions import COMPILED
 from ..graph.layout import NOWHERE, TAKEN
 from ..graph.modes import in_batched_backward
 from ..hooks.copies import untraced
@@ -31,7 +31,7 @@ from ..record.record import Record
 from ..refusals import cause
 from ..sharding import is_sharded
 from ..shared.frontier import LiftPlan
-from ..shared.lift import Lift
+from ..shared.lift import EACH, Lift
 from ..shared.stations import Match
 from ..sites.site import ProbeParts
 from .forwards import Forward, Forwards, ForwardTrace
@@ -165,6 +165,8 @@ class Audit:
         """Serve what is lifted in a pass, and listen to what is not."""
         if match:
             self.lift.begin(run, match, self.forwards.first)
+            if EACH in match.remarks.values():  # no backward proves another structure: observe it
+                self.forwards.watch_again()
         self.hear(match.counted if match else ())
 
     def _cached(self, key: Any) -> list[Verdict]:

@@ -19,13 +19,13 @@ from ..extension import _C, Pass
 from ..gradients import by_sample, products
 from ..gradients.by_sample import Gradients
 from ..gradients.grouped import product_by_owner
-from ..graph.compiled import COMPILED, ask_compiled
-from ..graph.layout import NOWHERE, SEGMENTS
-from ..graph.nodes import Node, dtype_of, shape_of
+from ..graph.functions import COMPILED, ask_function, is_users
+from ..graph.layout import BATCH, NOWHERE, SEGMENTS
+from ..graph.nodes import Node, coarsest_eps, dtype_of, shape_of
 from ..graph.unpacking import keep_handles
 from ..hooks.copies import untraced
 from ..hooks.engine import receives_grad
-from ..reference.chunks import chunks
+from ..reference.chunks import accumulation_dtype, chunks
 from ..refusals import cause
 from ..sharding import is_fsdp_node
 from .stations import Leaf, Match, Station, Trail
@@ -47,6 +47,7 @@ class Descent:
         self._task, self._is_final, self._keeps_tape, self._rounding = -1, True, False, 0.0
         self._received: dict[tuple[int, int], Gradients] = {}  # by key of the node, and output
         self._ready: list[tuple[Leaf, Any, bool]] = []  # its gradients; True: their squared norms
+        self._eps, self._sums = 0.0, dict[int, Any]()  # of a user's Function, see _confirm()
         # If the extension guards the path, only a user's hook can change a gradient on it.
         self._is_guarded, self._compares = match.trail is not None, True
         for place in match.expected:  # the sum over its uses waits for these too
@@ -55,6 +56,8 @@ class Descent:
             node.register_prehook(partial(self._arrive, station))
             if station.leaves:
                 node.register_hook(self._deliver)
+            if is_users(node):
+                node.register_hook(self._confirm)
 
     def serve(self, outline: Any, trail: Trail) -> None:
         """Let the extension serve the frontier nodes whose operands are all parameters.
@@ -86,6 +89,7 @@ class Descent:
         # For norms only, a fused layer returns no gradient of its parameters to compare with.
         self._withholds = self._lift.norms_only and node.name().startswith("torchgradx")
         try:
+            self._eps, self._sums = coarsest_eps([node], ()) if is_users(node) else 0.0, {}
             is_hooked = station.key in self._hooked_keys
             with keep_handles(node) if is_hooked else nullcontext():
                 if not self._run.n:
@@ -137,9 +141,21 @@ class Descent:
             if error > 64 * (self._rounding + norm * torch.finfo(g.dtype).eps):
                 self._refuse("not_its_sum")
 
+    @untraced
+    def _confirm(self, outs: Grads, _: Grads) -> None:
+        """Refuse if the engine got other products of a user's Function than their sum by sample."""
+        edges, sums = torch._C._current_autograd_node().next_functions, self._sums
+        self._sums, units = {}, 64 if self._eps < 1e-4 else 4
+        for operand, (total, squares) in sums.items():
+            g = products.fit_to_edge(outs[operand], edges[operand])
+            g = torch.zeros_like(total) if g is None else products.to_dense(g)
+            size = by_sample.size(g) + squares**0.5
+            if by_sample.size(g - total) > units * self._eps * size:
+                self._refuse("not_its_sum")
+
     def _cross_frontier(self, station: Station, layout: int, node: Node, incoming: Grads) -> None:
         """Take a gradient with rows by sample through a node of the frontier."""
-        g = incoming[station.output]
+        g = next(filter(torch.is_tensor, incoming), None) if self._eps else incoming[station.output]
         if g is None or layout == NOWHERE:
             if g is not None and g.any():
                 self._refuse("after_zeros")
@@ -166,17 +182,17 @@ class Descent:
         return product
 
     def _ask_masked(
-        self, station: Station, node: Node, incoming: Grads, operands: Sequence[int]
+        self, station: Station, node: Node, incoming: Any, operands: Sequence[int]
     ) -> Iterator[Grads]:
         """Ask a node of the frontier for each sample, with the rows of all others zero."""
-        g: Any = incoming[station.output]
-        layout: Any = station.layout
-        rows = products.split_samples(g, layout, self._run.n)
+        split: Any = partial(products.split_samples, layout=station.layout or BATCH, n=self._run.n)
+        outputs = range(len(incoming)) if self._eps else [station.output]
+        live = {k: split(incoming[k]) for k in outputs if incoming[k] is not None}
         for sample in range(self._run.n):
-            masked = torch.zeros_like(g)
-            products.split_samples(masked, layout, self._run.n)[sample] = rows[sample]
-            out = self._ask(node, [masked if k == station.output else None
-                                   for k in range(len(incoming))])  # fmt: skip
+            masked = [torch.zeros_like(g) if k in live else None for k, g in enumerate(incoming)]
+            for k, rows in live.items():
+                split(masked[k])[sample] = rows[sample]
+            out = self._ask(node, masked)
             # Copies: a CUDA graph of a compiled part writes into the same memory again.
             yield [products.to_dense(out[operand])[None].clone() for operand in operands]
 
@@ -191,8 +207,7 @@ class Descent:
 
     def _cross(self, station: Station, node: Node, grads: list[Gradients | None]) -> None:
         """Take per-sample gradients of its outputs through a node below the frontier."""
-        factors = products.pass_factors(node, grads[0])
-        if factors is not None:
+        if (factors := products.pass_factors(node, grads[0])) is not None:
             for operand in station.operands:
                 self._send(station, operand, factors[operand])
             return
@@ -228,7 +243,7 @@ class Descent:
         """Ask a node below the frontier for a few samples at a time."""
         places = (leaf.place for leaf in station.leaves.values())
         most = max((self._tensors[place].numel() for place in places), default=1)
-        if node.name() == COMPILED:  # one sample at a time: no vmap
+        if self._eps or node.name() == COMPILED:  # one sample at a time: no vmap
             most = by_sample.GRADIENT_ELEMENTS
 
         def ask(*grads: Tensor) -> tuple[Tensor, ...]:
@@ -246,6 +261,10 @@ class Descent:
             for operand, product in zip(operands, part, strict=True):
                 if product is not None:
                     columns[operand].append(self._reduce(station, operand, product))
+                    if self._eps:
+                        total, squares = self._sums.get(operand, (0, 0))
+                        total = total + product.sum(0, dtype=accumulation_dtype(product.dtype))
+                        self._sums[operand] = total, squares + by_sample.sq_norms(product).sum()
         for operand, column in columns.items():
             if column:
                 self._store(station, operand, torch.cat(column))
@@ -284,7 +303,8 @@ class Descent:
             return tuple(grads)
         self._recorder.asking = True
         try:
-            out = ask_compiled(node, grads) if node.name() == COMPILED else node(*grads)
+            is_python = self._eps or node.name() == COMPILED
+            out = ask_function(node, grads) if is_python else node(*grads)
         finally:
             self._recorder.asking = False
         outs = out if isinstance(out, tuple) else (out,)
@@ -292,7 +312,7 @@ class Descent:
 
     def _note_rounding(self, g: Gradients) -> None:
         """Note the rounding error of a sum, which is that of its largest terms."""
-        rounding = by_sample.size(g) * self._run.n * torch.finfo(g.dtype).eps
+        rounding = by_sample.size(g) * self._run.n * max(torch.finfo(g.dtype).eps, self._eps)
         self._rounding = max(self._rounding, rounding)
 
     @untraced

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from ..gradients.products import is_elementwise
+from ..graph.functions import is_users
 from ..graph.layout import BATCH, LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched
 from ..graph.nodes import VIEWS, Graph, Node, Shape, edges_among, is_leaf, name_of, shape_of
 from ..graph.sizes import layout_of_node, layout_of_shape, leading_sizes, look_of
@@ -135,8 +136,9 @@ class Region:
             elif layout == NOWHERE:
                 sized = layout_of_node(self._graph, use, self._n)
                 layout = NOWHERE if sized is None else sized
-            is_single = len(self._graph.numbers(node)) < 2
-            layouts[node] = layout if is_single and isinstance(layout, int) else None
+            is_first = use.output_nr in (self._graph.numbers(node) or [0])[:1]
+            agrees = is_first or (is_users(node) and layouts[node] == layout)
+            layouts[node] = layout if agrees and isinstance(layout, int) else None
         for (node, use), finding in zip(columns, rest[: len(columns)], strict=True):
             is_exact = use.leads[1] == self._n  # one column per sample
             is_last = finding.layout == SECOND or (finding.layout == SEQUENCE and is_exact)
@@ -203,9 +205,8 @@ def plan_lift(
             if layouts.get(node) == NOWHERE:
                 continue  # it is asked for nothing
             is_end = layouts.get(node) is not None
-            if not group.accepts(node, is_end):
-                return False
-            if not is_end and (not is_shared(node) or node in graph.roots):
+            goes_on = is_end or (is_shared(node) and node not in graph.roots)
+            if not (goes_on and group.accepts(node, is_end)):
                 return False
         return True
 

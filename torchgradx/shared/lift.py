@@ -17,8 +17,9 @@ from torch import Tensor
 from ..extension import _C, NATIVE, Pass
 from ..gradients import products
 from ..gradients.by_sample import GRADIENT_ELEMENTS
+from ..graph.functions import is_users
 from ..graph.layout import Finding
-from ..graph.nodes import Graph, Node, shape_of
+from ..graph.nodes import Graph, Node, reach, shape_of
 from ..graph.owners import Owned, leading, set_flags
 from ..graph.segments import Ownership
 from ..graph.unpacking import are_offloaded, can_ask, is_copy_slices
@@ -33,6 +34,7 @@ MAX_TRAILS = 8  # of one plan: its sizes may never repeat
 LiftEnd = tuple[int, int, Node, Owned]  # use, its site, a node where it enters rows with owners
 MATRICES = {"BmmBackward0", products.CONVOLUTION}  # whose rows are not those of owners
 IN_FULL = "; of what is computed from parameters alone, in full by vmap, some samples at a time"
+EACH = "; a Function is asked for them once for each sample"
 
 
 class Start(NamedTuple):
@@ -69,8 +71,7 @@ class Lift:
         return Start(its, graph, tables, beside, read, region)
 
     def _uses(self, forward: Any) -> Uses:
-        parts = self._layers, self._parameters, self._sites
-        return Uses(*parts, forward.uses, forward.outputs)
+        return Uses(self._layers, self._parameters, self._sites, forward.uses, forward.outputs)
 
     def plan(
         self, forward: Any, start: Start, found: list[Finding], region: list[Finding], proven: bool
@@ -180,17 +181,14 @@ class Lift:
         run.enclose(match.uncounted, first)
         if match.counted:
             run.disclose(match.counted, first)
-        if match.stations is None:
-            refuse(run, "otherwise")
-            return
-        if match.mute:
-            refuse(run, cause("node_twice", node=match.mute[0]))
+        if match.stations is None or match.mute:
+            refuse(run, cause("node_twice", node=match.mute[0]) if match.mute else "otherwise")
             return
         if match.lifted is not self._noted:
             self._noted = match.lifted
             for layer in map(self._layers.__getitem__, match.lifted):
-                in_full = not match.in_full.isdisjoint(layer.parameters)
-                layer.notes["lifted"] = IN_FULL if in_full else None
+                remarks = filter(None, map(match.remarks.get, layer.parameters))
+                layer.notes["lifted"] = next(remarks, None)
         descent = Descent(run, match, self, self._parameters, partial(refuse, self.recorder))
         if match.trail is not None:
             match.outline.guard(run, match.trail.native, match.lifted)
@@ -242,16 +240,18 @@ def _climb(n: int, plan: LiftPlan, uses: Uses) -> tuple[Match, Path | None]:
     leaves = [leaf for station in path.stations.values() for leaf in station.leaves.values()]
     counted = {leaf.place for leaf in leaves if leaf.edges}
     uncounted = sorted(read - called - counted)
-    below = ((node, s) for node, s in path.stations.items() if s.layout is None)
-    made = [s for node, s in below if products.makes_in_full(node)]
-    in_full = frozenset(leaf.place for s in made for leaf in s.leaves.values())
+    made = [s for v, s in path.stations.items() if s.layout is None and products.makes_in_full(v)]
+    remarks = {leaf.place: IN_FULL for s in made for leaf in s.leaves.values()}
+    below = reach(filter(is_users, path.stations), lambda _, v: [e for k in path.stations[v].inward
+                  if (e := v.next_functions[k])[0] in path.stations])  # fmt: skip
+    remarks |= {leaf.place: EACH for v in below for leaf in path.stations[v].leaves.values()}
     met: Counter[int] = Counter()
     expected = []
     for leaf in leaves:
         if not leaf.is_alone:
             met[leaf.place] += 1
             expected += [leaf.place] * (met[leaf.place] > leaf.calls)
-    facts = same, ends, shapes, leaves, sorted(counted), expected, in_full
+    facts = same, ends, shapes, leaves, sorted(counted), expected, remarks
     return Match(lifted, uncounted, {}, *facts), path
 
 
@@ -286,11 +286,8 @@ def _note_saved(match: Match, all_nodes: Callable[[], Iterable[Node]]) -> Match:
     """Note which nodes cannot be asked, and which saved through hooks."""
     by_node = match.stations or {}
     can_open = not any(map(is_copy_slices, by_node)) or are_offloaded(all_nodes())
-    mute, hooked_keys = [], set()
-    for node, station in by_node.items():
-        answers, is_hooked = can_ask(node)
-        if not answers or (is_copy_slices(node) and not can_open):
-            mute.append(node.name())
-        if is_hooked:
-            hooked_keys.add(station.key)
-    return match._replace(mute=tuple(mute), hooked_keys=frozenset(hooked_keys))
+    asked = {node: can_ask(node) for node in by_node}
+    mute = tuple(node.name() for node, (answers, _) in asked.items()
+                 if not answers or (is_copy_slices(node) and not can_open))  # fmt: skip
+    hooked = frozenset(by_node[node].key for node, (_, is_hooked) in asked.items() if is_hooked)
+    return match._replace(mute=mute, hooked_keys=hooked)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -88,7 +88,7 @@ class Match(NamedTuple):
     leaves: Sequence[Leaf] = ()  # all that are served
     counted: Sequence[int] = ()  # the parameters of leaves whose edges count
     expected: Sequence[int] = ()  # parameters of which more uses come than their modules' calls
-    in_full: frozenset[int] = frozenset()  # parameters whose gradients are made as [N, *shape]
+    remarks: Mapping[int, str] = {}  # by place: why its gradients by sample take long
     mute: tuple[str, ...] = ()  # names of nodes that cannot be asked, because of saved hooks
     hooked_keys: frozenset[int] = frozenset()  # of stations that saved through hooks
     trail: Trail | None = None
