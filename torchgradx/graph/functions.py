@@ -1,5 +1,4 @@
-"""The backward of a Function in Python, asked for its products by us: a user's, or the one that
-AOTAutograd made of a part that torch.compile compiled.
+"""The backward of a user's Function, or of a part that AOTAutograd made one of, asked by us.
 
 It is called as the engine calls it, but for its context: that gives copies of what the forward
 saved, since a backward may write into it, and keeps what the backward sets.

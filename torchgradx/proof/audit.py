@@ -165,7 +165,7 @@ class Audit:
         """Serve what is lifted in a pass, and listen to what is not."""
         if match:
             self.lift.begin(run, match, self.forwards.first)
-            if EACH in match.remarks.values():  # no backward proves another structure: observe it
+            if EACH in match.costs.values():  # no backward proves another structure: observe it
                 self.forwards.watch_again()
         self.hear(match.counted if match else ())
 

@@ -187,8 +187,8 @@ class Lift:
         if match.lifted is not self._noted:
             self._noted = match.lifted
             for layer in map(self._layers.__getitem__, match.lifted):
-                remarks = filter(None, map(match.remarks.get, layer.parameters))
-                layer.notes["lifted"] = next(remarks, None)
+                costs = map(match.costs.get, layer.parameters)
+                layer.notes["lifted"] = next(filter(None, costs), None)
         descent = Descent(run, match, self, self._parameters, partial(refuse, self.recorder))
         if match.trail is not None:
             match.outline.guard(run, match.trail.native, match.lifted)
@@ -216,7 +216,8 @@ class Asking:
         """Return True if asking a node costs less than running its module again.
         large: from Lift._large_weight."""
         if is_end:
-            return self.is_able(node, is_end) and (self._n == 1 or products.in_closed_form(node))
+            is_cheap = products.in_closed_form(node) or (self._n == 1 and not is_users(node))
+            return is_cheap and self.is_able(node, is_end)
         is_small = not large or prod(shape_of(node, 0)) < large or products.keeps_rows(node)
         return is_small and self.is_able(node, is_end)
 
@@ -241,17 +242,17 @@ def _climb(n: int, plan: LiftPlan, uses: Uses) -> tuple[Match, Path | None]:
     counted = {leaf.place for leaf in leaves if leaf.edges}
     uncounted = sorted(read - called - counted)
     made = [s for v, s in path.stations.items() if s.layout is None and products.makes_in_full(v)]
-    remarks = {leaf.place: IN_FULL for s in made for leaf in s.leaves.values()}
+    costs = {leaf.place: IN_FULL for s in made for leaf in s.leaves.values()}
     below = reach(filter(is_users, path.stations), lambda _, v: [e for k in path.stations[v].inward
                   if (e := v.next_functions[k])[0] in path.stations])  # fmt: skip
-    remarks |= {leaf.place: EACH for v in below for leaf in path.stations[v].leaves.values()}
+    costs |= {leaf.place: EACH for v in below for leaf in path.stations[v].leaves.values()}
     met: Counter[int] = Counter()
     expected = []
     for leaf in leaves:
         if not leaf.is_alone:
             met[leaf.place] += 1
             expected += [leaf.place] * (met[leaf.place] > leaf.calls)
-    facts = same, ends, shapes, leaves, sorted(counted), expected, remarks
+    facts = same, ends, shapes, leaves, sorted(counted), expected, costs
     return Match(lifted, uncounted, {}, *facts), path
 
 

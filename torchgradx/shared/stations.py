@@ -88,7 +88,7 @@ class Match(NamedTuple):
     leaves: Sequence[Leaf] = ()  # all that are served
     counted: Sequence[int] = ()  # the parameters of leaves whose edges count
     expected: Sequence[int] = ()  # parameters of which more uses come than their modules' calls
-    remarks: Mapping[int, str] = {}  # by place: why its gradients by sample take long
+    costs: Mapping[int, str] = {}  # by place: why its gradients by sample take long
     mute: tuple[str, ...] = ()  # names of nodes that cannot be asked, because of saved hooks
     hooked_keys: frozenset[int] = frozenset()  # of stations that saved through hooks
     trail: Trail | None = None
