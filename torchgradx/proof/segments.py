@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph.compiled import COMPILED
+from ..graph.functions import COMPILED
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS, SHARED, Seeding, Watched, is_python
 from ..graph.nodes import Graph, Node, shape_of
 from ..graph.owners import MAPPING, Owned, own_rows, owners_below, set_flags
