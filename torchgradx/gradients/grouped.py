@@ -23,6 +23,7 @@ from ..plan.gpu import Problem, gpu_of
 from ..reference.chunks import accumulation_dtype, add_rows
 from . import products
 from .by_sample import Factored, Gradients
+from .elementwise import elementwise_product, sum_broadcast
 from .outer import Outer
 
 
@@ -141,10 +142,8 @@ def product_by_owner(
 ) -> Gradients | None:
     """Return the product of a node whose rows have these owners, for an operand without rows: a
     matrix or a table, or one that is broadcast to the rows. None: of another. g: [rows, *]."""
-    summed, is_lookup = (
-        summed_by_owner(node, operand, g, owners, n),
-        node.name() == products.EMBEDDING,
-    )
+    summed = summed_by_owner(node, operand, g, owners, n)
+    is_lookup = node.name() == products.EMBEDDING
     saved, place = ("_saved_indices", 0) if is_lookup else products.ROWS.get(node.name(), ("", -1))
     if summed is not None or operand != place or g.is_complex() or products.scales_by_count(node):
         return summed
@@ -162,10 +161,7 @@ def product_by_owner(
 def summed_by_owner(node: Node, operand: int, g: Tensor, owners: Tensor, n: int) -> Tensor | None:
     """Return the product of an elementwise node for an operand, added up by sample: [N, *shape of
     the operand]. g: of its output, whose rows have these owners. None: it has no such rows."""
-    product, shape = (
-        products.elementwise_product(node, operand, g),
-        shape_of(*node.next_functions[operand]),
-    )
+    product, shape = elementwise_product(node, operand, g), shape_of(*node.next_functions[operand])
     dims = 0 if product is None else row_dims(product, len(owners))
     if product is None or not dims:
         return None
@@ -175,4 +171,4 @@ def summed_by_owner(node: Node, operand: int, g: Tensor, owners: Tensor, n: int)
     places = torch.arange(prod(kept), device=rows.device).view(kept).expand(whole).flatten()
     sums = rows.new_zeros((n + 1) * prod(kept), *rows.shape[1:])
     sums = add_rows(sums, owners * prod(kept) + places, rows).view(n + 1, *kept, *rows.shape[1:])
-    return products.sum_broadcast(sums[:n], shape)
+    return sum_broadcast(sums[:n], shape)

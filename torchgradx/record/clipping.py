@@ -1,9 +1,8 @@
 """Clipping by sample without a second backward.
 
-The tape keeps the operands that each use's norms were computed from. The clipped gradients are
-computed from these: the sum over the samples, each times its factor. They replace what the record's
-backwards left in .grad; what .grad holds besides, from before the record or from other losses,
-stays. With weight_grad=False, where backward leaves nothing, they are added to .grad.
+The tape keeps the operands that each use's norms were computed from, which give the clipped
+gradients: the sum over the samples, each times its factor. They replace what the record's backwards
+left in .grad, and nothing else of it. With weight_grad=False, they are added to .grad.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..extension import _C, Pass
 from ..gradients import by_sample, products
 from ..gradients.by_sample import Gradients
+from ..gradients.elementwise import CAST
 from ..gradients.grouped import product_by_owner
 from ..graph.functions import COMPILED, ask_function, is_users
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS
@@ -130,7 +131,7 @@ class Descent:
     ) -> None:
         """Refuse if a node does not receive the sum of its per-sample gradients.
         Then a use that no output leads to, or a user's hook on the path, has changed it."""
-        casts_all = station.leaves and node.name() == products.CAST  # one cast serves all uses
+        casts_all = station.leaves and node.name() == CAST  # one cast serves all uses
         for g, mine in zip(incoming, grads, strict=True):
             if mine is not None:
                 self._note_rounding(mine)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ..gradients.products import is_elementwise
+from ..gradients.elementwise import is_elementwise
 from ..graph.functions import is_users
 from ..graph.layout import BATCH, LAST, MINOR, NOWHERE, SECOND, SEQUENCE, Finding, Watched
 from ..graph.nodes import VIEWS, Graph, Node, Shape, edges_among, is_leaf, name_of, shape_of

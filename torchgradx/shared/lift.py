@@ -17,6 +17,7 @@ from torch import Tensor
 from ..extension import _C, NATIVE, Pass
 from ..gradients import products
 from ..gradients.by_sample import GRADIENT_ELEMENTS
+from ..gradients.elementwise import is_passthrough
 from ..graph.functions import is_users
 from ..graph.layout import Finding
 from ..graph.nodes import Graph, Node, reach, shape_of
@@ -265,7 +266,7 @@ def _recall(plan: LiftPlan, outline: Any) -> Match | None:
     """Return the match of a plan in an earlier graph that looks the same."""
     trails = list(plan.trails.items())  # other threads may add some meanwhile
     match = next((match for look, match in trails if outline.looks(look)), None)
-    if match is None or not all(map(products.is_passthrough, outline.nodes(match.trail.links))):
+    if match is None or not all(map(is_passthrough, outline.nodes(match.trail.links))):
         return None
     return match
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..extension import _C
-from ..gradients.products import ADD, CAST, is_elementwise, is_passthrough
+from ..gradients.elementwise import ADD, CAST, is_elementwise, is_passthrough
 from ..graph.layout import BATCH, SEQUENCE, Watched
 from ..graph.nodes import Graph, Node, Shape, coarsest_eps, dtype_of, is_leaf, nodes_below
 from .frontier import LiftPlan

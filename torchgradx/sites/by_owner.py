@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..gradients.by_sample import GRADIENT_ELEMENTS, Gradients, added, in_full, weighted
+from ..gradients.elementwise import is_passthrough
 from ..gradients.grouped import Grouped, product_by_owner
-from ..gradients.products import is_passthrough
 from ..graph.nodes import Edge, Graph, Node, shape_of
 from ..graph.owners import Owned, owners_below
 from ..graph.sizes import as_rows, row_dims
