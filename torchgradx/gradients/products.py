@@ -237,8 +237,8 @@ def pass_factors(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
     if not isinstance(g, Rowwise):
         return None
     is_view = g.scale is g.by is None
-    has_dims = list(g.of.shape) in (list(g.shape), [size for size in g.shape if size > 1])
-    if isinstance(g.of, Outer) and is_view and has_dims and is_transpose(node):
+    sizes = [size for size in g.shape if size > 1 or len(g.shape) < 4]  # see is_transpose()
+    if isinstance(g.of, Outer) and is_view and sizes == [*g.of.shape] and is_transpose(node):
         return [Rowwise(g.of.transposed(), shape_of(*edges[0])).simplest()]
     if name in BY_ROWS and is_view and (isinstance(g.of, Convolved) or len(g.of.shape) == 2):
         return BY_ROWS[name](node, replace(g, of=g.of.to(accumulation_dtype(g.dtype))))
