@@ -117,9 +117,6 @@ def test_an_input_after_a_backward(retain, own, options):
                 close(probe.norms(), per_model(want))
 
 
-every_option = each_of([*ANY, {"backend": "vmap"}])
-
-
 def views(m, x):
     """Two outputs, the first of which lies otherwise than it was made."""
     h = torch.tanh(x @ m.w)
@@ -156,7 +153,7 @@ def around(module, change, then):
     return Model(forward, i=nn.Linear(D, D), r=module, **end).double()
 
 
-@every_option
+@a_few_modes
 @every_end
 @every_change
 @pytest.mark.parametrize("make", STOCK.values(), ids=STOCK)
@@ -164,7 +161,7 @@ def test_outputs_of_torch_s_modules(make, change, then, options):
     check(around(make(), change, then), square, torch.randn(N, T, D), **options)
 
 
-@every_option
+@a_few_modes
 @every_end
 @every_change
 @pytest.mark.parametrize("make", OWN.values(), ids=OWN)

@@ -95,7 +95,7 @@ def test_a_failed_backward_leaves_nothing(net, options):
 
 
 @modes
-@pytest.mark.parametrize("net", ["tied", "reentrant"])
+@pytest.mark.parametrize("net", ["tied", "reentrant", "norms and conv"])
 def test_a_second_backward_that_fails_takes_back_what_it_brought_alone(net, options):
     model, x = made(net)
     want = loop_model(model, square, x)

@@ -104,6 +104,11 @@ class Doubled(nn.Linear):
         return F.linear(x, self.weight * 2, self.bias) + x[..., :1]
 
 
+class Standardised(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, weight - weight.mean(1, keepdim=True), bias)
+
+
 def of_another(table):
     """As tied tables of different lengths: its num_embeddings stay."""
     table.weight = nn.Parameter(torch.randn(7, 3))
@@ -141,6 +146,7 @@ FALLBACK_LAYERS = {
     "leaf with bare parameters": (lambda: Model(lambda m, x: x * m.gain + m.shift,
         gain=torch.randn(3), shift=torch.randn(1)), (N, 5, 3)),
     "leaf subclass of linear": (lambda: Doubled(3, 3), (N, 3)),
+    "leaf subclass of conv2d": (lambda: Standardised(2, 3, 3), (N, 2, 5, 6)),
     "gru cell": (lambda: nn.GRUCell(3, 4), (N, 3)),
 }  # fmt: skip
 FALLBACK_LAYERS |= {

@@ -37,15 +37,13 @@ def transposed():
     )  # fmt: skip
 
 
-SAID = {"batch": {"a": "batch", "b": "batch"}, "sequence": {"a": "sequence", "b": "sequence"}}
-
-
 @every_mode
 @pytest.mark.parametrize("positions", [5, N, 1])
-@pytest.mark.parametrize("layout", SAID)
+@pytest.mark.parametrize("layout", ["batch", "sequence"])
 def test_flattened_rows_whose_layout_is_said_are_exact(layout, positions, options):
     model = flattened(layout == "sequence")
-    check(model, square, torch.randn(N, positions, 3), layout=SAID[layout], **options)
+    said = dict.fromkeys("ab", layout)
+    check(model, square, torch.randn(N, positions, 3), layout=said, **options)
 
 
 def test_a_layout_is_said_by_a_pattern_too():

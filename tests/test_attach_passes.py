@@ -88,25 +88,6 @@ def test_two_losses_in_two_backwards_give_the_norm_of_the_summed_gradient(shape,
         close_named(probe.norms(per="parameter"), want)
 
 
-@every_mode
-def test_a_second_backward_adds_to_the_norms_as_it_does_to_the_gradient(options):
-    net = nn.Sequential(nn.Conv1d(3, 4, 3), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)).double()
-    if options.get("backend") == "native":
-        net = nn.Sequential(net[0], net[1], net[3])
-    x = torch.randn(N, 3, 6, dtype=torch.float64)
-    want = loop_model(net, square, x)
-    with torchgradx.attach(net, **options) as probe:
-        loss = square(net, x)
-        loss.backward(retain_graph=True)
-        close(probe.norms(), want)
-        loss.backward(retain_graph=True)
-        close(probe.norms(), 2 * want)
-        (3 * loss).backward()
-        close(probe.norms(), 5 * want)
-        square(net, x).backward()
-        close(probe.norms(), want)
-
-
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"backend": "vmap"}], ids=str)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_backward_of_the_last_layer_that_was_read_and_zeroed_does_not_count(to_none, options):

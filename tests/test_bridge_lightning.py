@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from attach_oracle import close, close_named, fingerprint, loop, per_model
 from processes import python
+from test_score import entropy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -70,10 +71,6 @@ def fit(task, data, *callbacks, **options):
     return trainer
 
 
-def cross_entropy(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
 class Loops(lightning.Callback):
     """What the norms have to be, of the model as it is before each step; before GradNorms."""
 
@@ -87,7 +84,7 @@ class Loops(lightning.Callback):
         plain = copy.deepcopy(task.get_submodule(self.module))
         total, found = sum(len(y) for _, y in self.waiting), []
         for x, y in self.waiting:
-            norms = loop(plain, cross_entropy, x, y)
+            norms = loop(plain, entropy, x, y)
             share = total / (len(y) * ACCUMULATED)  # 1 where micro-batches are equal
             found.append({name: of * share for name, of in norms.items()})
         self.want.append({name: torch.cat([n[name] for n in found]) for name in found[0]})

@@ -3,7 +3,6 @@
 import os
 import shutil
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import cubins
@@ -11,13 +10,7 @@ import pytest
 from backends import CUDA_OPERATORS
 from emulation.build import cuda_toolkit
 from processes import run
-
-import torchgradx
-from torchgradx import ops
-
-ROOT = Path(__file__).parent.parent
-PACKAGE = Path(torchgradx.__file__).parent
-needs_extension = pytest.mark.skipif(not ops.NATIVE, reason="installed without the extension")
+from test_packaging import PACKAGE, ROOT, needs_extension
 
 
 # Whether CUDA kernels are built, and with what

@@ -17,6 +17,7 @@ CONV = {  # C, O, side, kernel, stride, padding, groups
     "pointwise": (5, 7, 4, 1, 1, 0, 1),
     "groups": (8, 6, 6, 3, 2, 1, 2),
     "depthwise": (8, 8, 6, 3, 1, 1, 8),
+    "depthwise, of a large kernel": (40, 40, 9, 7, 1, 3, 40),
 }
 AFFINE = ["layer_norm of a row", "layer_norm", "rms_norm", "group_norm", "frozen", "prelu"]
 each_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

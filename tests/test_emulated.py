@@ -9,7 +9,7 @@ import test_emulated_sm90 as hopper
 import torch
 from backends import EMULATED, algorithms_of, needs_emulation
 from emulation.operators import operators
-from oracle import Conv2d, Linear, assert_sq_norms, case, truth_of
+from oracle import DTYPES, Conv2d, Linear, assert_sq_norms, case, truth_of
 from processes import python
 from test_memory import BOUND, CASES, WIDE
 
@@ -28,7 +28,6 @@ CONV2D = (
     Conv2d(2, 8, 16, (8, 7), (5, 5), padding=(2, 2), groups=8),
     Conv2d(2, 23, 9, (6, 6), (3, 3), padding=(1, 1)),
 )
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 each_problem = pytest.mark.parametrize("problem", LINEAR + CONV2D)
 ARITHMETIC = [(dtype, False) for dtype in DTYPES] + [(torch.float32, True)]  # with TF32 or not
 

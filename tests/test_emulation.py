@@ -114,15 +114,13 @@ def test_a_failed_launch_leaves_nothing_behind():
         assert torch.equal(launch("copy")[:THREADS], ROW)
 
 
-@pytest.mark.parametrize(("threads", "shared_bytes"), [(33, 256), (0, 0), (2048, 0), (64, 1 << 18)])
+@pytest.mark.parametrize(
+    ("threads", "shared_bytes"), [(33, 256), (0, 0), (2048, 0), (64, 1 << 18), (64, 0)]
+)
 def test_a_launch_no_gpu_would_take_is_refused(threads, shared_bytes):
-    with pytest.raises(EmulationError, match="invalid launch"):
+    match = "no dynamic shared memory" if (threads, shared_bytes) == (64, 0) else "invalid launch"
+    with pytest.raises(EmulationError, match=match):
         launch("shared", threads, shared_bytes)
-
-
-def test_dynamic_shared_memory_must_be_asked_for():
-    with pytest.raises(EmulationError, match="no dynamic shared memory"):
-        launch("shared", shared_bytes=0)
 
 
 @in_each_order

@@ -62,12 +62,6 @@ def test_no_module_runs_again(row):
     assert not [line for line in lines if "run again" in line]
 
 
-@every_row
-def test_a_step_in_evaluation_mode_with_dropout_is_exact(row):
-    model = row.build(dropout=0.3).eval()
-    held(row, model, row.refusals(model), *row.batch(row.samples[0]))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_row
 def test_autocast_gives_what_each_sample_alone_would_have_under_it(row, dtype):

@@ -32,19 +32,6 @@ def step(model, probe, noise, *batches, loss=half_square):
     noise.update(probe)
 
 
-def test_a_step_on_a_quadratic_is_the_sample_covariance():
-    model, noise = quadratic(), NoiseScale(decay=0.0)
-    with torchgradx.attach(model) as probe:
-        step(model, probe, noise, POINTS)
-    trace = POINTS.var(0).sum().item()
-    signal = (AT - POINTS.mean(0)).square().sum().item() - trace / len(POINTS)
-    assert noise.trace == pytest.approx(trace, rel=1e-12)
-    assert noise.sq_grad_norm == pytest.approx(signal, rel=1e-12)
-    assert noise.noise_scale == pytest.approx(trace / signal, rel=1e-12)
-    assert noise.critical_batch_size == noise.noise_scale
-    assert noise.efficiency(8) == pytest.approx(8 / (8 + trace / signal))
-
-
 @pytest.mark.parametrize("sizes", [(3,), (1, 3), (2, 2), (4, 3, 1)])
 def test_batches_accumulated_or_not_are_unbiased(sizes):
     """Weights 1 / (steps * size): the mean over all ways to draw the samples with replacement is
@@ -116,6 +103,8 @@ def test_numerator_and_denominator_are_averaged_apart_and_corrected():
     trace, signal = (((weights * v).sum() / weights.sum()).item() for v in (traces, signals))
     assert noise.trace == pytest.approx(trace, rel=1e-12)
     assert noise.noise_scale == pytest.approx(trace / signal, rel=1e-12)
+    assert noise.critical_batch_size == noise.noise_scale
+    assert noise.efficiency(8) == pytest.approx(8 / (8 + trace / signal))
     assert noise.steps == 5
 
 

@@ -232,6 +232,7 @@ def test_arguments_are_refused_by_name(tmp_path):
         (TypeError, "model must be", lambda: score([3], loader)),
         (TypeError, "got function", lambda: score(F.cross_entropy, loader)),
         (ValueError, "got none", lambda: score([], loader)),
+        (ValueError, "alike", lambda: score([model, one_class], loader, per="parameter")),
         (ValueError, r"0 to 22; got 0 to 23", lambda: score(model, loader, indices=[0, 23])),
         (TypeError, "indices", lambda: score(model, loader, indices=[0.5])),
         (TypeError, "knows no word", lambda: score(model, loader, kind="el2n", word=1)),

@@ -202,13 +202,3 @@ def test_logits_are_found_in_what_a_model_returns():
     deep.requires_grad_(False)
     got = score(deep, named, lambda out, y: F.cross_entropy(out[1], y["label"]), kind="loss")
     torch.testing.assert_close(torch.tensor(got), by_definition(inner, data)["loss"])
-
-
-def test_grand_is_the_mean_over_models():
-    data, models = pool(), [classifier() for _ in range(3)]
-    want = torch.stack([per_model(loop(m, entropy, *data.tensors)) for m in models]).mean(0)
-    loader = DataLoader(data, 4)
-    close(torch.tensor(score(models, loader)), want)
-    close(torch.tensor(score((m for m in models), loader)), want)
-    with pytest.raises(ValueError, match="alike"):
-        score([models[0], nn.Linear(5, C).double()], loader, per="parameter")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from attach_models import Model, square
-from attach_oracle import close_named, joined, loop
+from attach_oracle import close_named, loop
 from attach_steps import refusal
 from clip_oracle import bounded, gradients, norms_of, same, weighted
 from counters import Counter
@@ -151,21 +151,6 @@ def steps(make, wrap, where, options, shapes=((N, T),) * 2, counted=False, refus
         same_gradients(model, twin)
 
 
-def accumulation(options):
-    """no_sync() on all but the last, a leftover batch, ranks of unequal size."""
-    single, model = net(), net()
-    wrapped = DistributedDataParallel(model)
-    rank, total = dist.get_rank(), 3
-    batches = [samples(0, 4), samples(1, 4 + rank), samples(2, 1 + rank)]
-    with torchgradx.attach(model, loss_scale=1 / total, **options) as probe:
-        for x in batches[:-1]:
-            with wrapped.no_sync():
-                (square(wrapped, x) / total).backward()
-        (square(wrapped, batches[-1]) / total).backward()
-        want = joined([loop(single, square, x) for x in batches])
-        close_named(probe.norms(per="parameter"), want)
-
-
 def half_precision(options):
     """Parameters gathered as bfloat16: eight bits, over a dozen roundings of a sample's way."""
     single, model = net().float(), net().float()
@@ -295,11 +280,10 @@ def scenarios(rank, folder):
     names = [name for name, _ in net().named_parameters()]
     add("tensor parallel", split, ("before", "inside"), refused=names)
     for mode, options in MODES.items():
-        table[f"accumulation, {mode}"] = partial(accumulation, options)
         table[f"FSDP in half precision, {mode}"] = partial(half_precision, options)
     views = ddp(gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
     unused = ddp(find_unused_parameters=True)
-    for mode in (*few, "norms"):
+    for mode in MODES:
         for where in inside_or_out:
             table[f"clipping, {where}, {mode}"] = partial(clipping, net, ddp(), where, MODES[mode])
         for name, *how in (("bucket views", net, views), ("a layer of one rank", skips, unused)):
