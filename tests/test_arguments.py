@@ -11,7 +11,7 @@ X, Y = torch.randn(4, 6, 9, 8), torch.randn(4, 4, 7, 6)  # a 3x3 convolution's, 
 IDS, G = torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, 2)  # of a table
 
 
-@pytest.mark.parametrize("positions", [(), (5,), (3, 2), (2, 1, 3), (0,), (2, 0)])
+@pytest.mark.parametrize("positions", [(), (5,), (900,), (3, 2), (2, 1, 3), (0,), (2, 0)])
 @pytest.mark.parametrize("algorithm", [None, "gram", "direct"])
 def test_activations_of_any_rank(positions, algorithm):
     a, b = torch.randn(4, *positions, 7), torch.randn(4, *positions, 3)

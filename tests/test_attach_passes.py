@@ -208,7 +208,8 @@ def test_samples_that_are_not_found_are_said_to_be_so_and_what_to_do(model, reen
     with torchgradx.attach(outer, batch_size=3, backend=backend) as probe:
         outer(samples().requires_grad_()).square().sum().backward()
         error = refusal(probe)
-    for word in ("3 samples", "batch_size=", "batch_dim=", "layout="):
+    found = "the 3 samples of the pass cannot be found in its output of shape [4, 5]"
+    for word in (found, "batch_size=", "batch_dim=", "layout="):
         assert word in str(error)
     assert ("use_reentrant=False" in str(error)) == reentrant
 
@@ -238,6 +239,8 @@ def test_a_forced_algorithm_is_used_and_gives_the_same_norms(algorithm, fused):
         if not native_missing():  # vmap has no algorithms to choose from
             chosen = "fused" if fused and algorithm == "direct" else algorithm  # both at once
             assert f": {chosen}, " in probe.explain()
+            for shown in (probe.explain(), probe.explain(verbose=True)):
+                assert "refused: rank1 needs T = 1: a sum over T = 6 positions is not" in shown
 
 
 def test_explain_begins_with_a_summary_and_has_a_line_for_each_layer():

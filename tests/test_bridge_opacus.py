@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from attach_models import Model
-from attach_oracle import loop
+from attach_oracle import close_named, loop
 from clip_oracle import gradients, norms_of, weighted
 from test_score import entropy
 from torch import nn
@@ -72,14 +72,6 @@ def ghost(model, x, loss=square):
     return {name: p._norm_sample for name, p in model._module.named_parameters() if p.requires_grad}
 
 
-def close(got, want, dtype, terms=64):
-    """Sums of `terms` products in the dtype, relative to the largest sample."""
-    assert got.keys() == want.keys()
-    for name, norms in want.items():
-        bound = terms * torch.finfo(dtype).eps * (norms.abs() + norms.abs().max())
-        assert ((got[name].double() - norms).abs() <= bound).all(), name
-
-
 @pytest.fixture
 def registered():
     with bridge.register():
@@ -95,10 +87,11 @@ def test_norms_of_a_layer(name, dtype):
     want = loop(layer, square, x)
     with bridge.register():
         got = ghost(layer, x)
-    close(got, want, dtype)
+    rtol = 256 * torch.finfo(dtype).eps
+    close_named(got, want, rtol)
     assert all(norms.dtype == dtype for norms in got.values())
     if right:
-        close(ghost(layer, x), want, dtype)
+        close_named(ghost(layer, x), want, rtol)
 
 
 def bags(mode, last=False):
@@ -111,7 +104,7 @@ def bags(mode, last=False):
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_with_ids_that_repeat(mode, registered):
     model, ids = bags(mode).double(), torch.tensor([[1, 1, 2], [3, 3, 3], [0, 5, 4], [2, 1, 2]])
-    close(ghost(model, ids), loop(model, square, ids), torch.float64)
+    close_named(ghost(model, ids), loop(model, square, ids))
 
 
 def test_a_batch_that_opacus_miscounts_and_mixed_samples_are_refused(registered):
@@ -124,7 +117,7 @@ def test_a_batch_that_opacus_miscounts_and_mixed_samples_are_refused(registered)
 def test_frozen_parameters_have_no_norm(registered):
     layer, x = nn.Conv2d(4, 6, 3).double(), torch.randn(5, 4, 7, 7, dtype=torch.float64)
     layer.weight.requires_grad_(False)
-    close(ghost(layer, x), loop(layer, square, x), torch.float64)
+    close_named(ghost(layer, x), loop(layer, square, x))
 
 
 def test_registrations_are_undone_one_by_one_and_after_an_exception():

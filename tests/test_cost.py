@@ -33,27 +33,6 @@ VERDICTS = [
     (conv2d(32, 256, 9, 1, groups=64), "direct"),  # depthwise: nine numbers a channel
     (conv2d(16, 4, 4608, 512), "gram"),  # 2x2 pixels of 512 channels
 ]
-REFUSALS = [
-    (linear(8, 128, 64, 32), "rank1", "rank1 needs T = 1: a sum over T = 128 positions is not"),
-    (linear(8, 128, 64, 32), "fused", "fused computes the weight gradient with the norms, and"),
-]
-
-
-@pytest.mark.parametrize(("problem", "algorithm", "reason"), REFUSALS)
-def test_a_forced_refusal_raises_the_reason_that_the_plan_shows(problem, algorithm, reason):
-    shown = plan(problem).refused[algorithm]
-    assert shown.startswith(reason)
-    assert shown in repr(plan(problem))
-    with pytest.raises(ValueError, match="refuses") as raised:
-        plan(problem, algorithm)
-    assert shown in str(raised.value)
-
-
-@pytest.mark.parametrize("weight_grad", [False, True])
-@pytest.mark.parametrize("t", [0, 1, 2, 4096])
-@pytest.mark.parametrize("algorithm", ["gram", "direct"])
-def test_gram_and_direct_never_refuse(algorithm, t, weight_grad):
-    assert plan(linear(8, t, 64, 32, weight_grad), algorithm).algorithm == algorithm
 
 
 # On a GPU: none is needed, and none is asked

@@ -13,8 +13,7 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from attach_models import Model, mlp, square
-from attach_steps import refusal
+from attach_models import mlp, square
 
 import torchgradx
 from torchgradx import cli, extension, ops
@@ -128,17 +127,6 @@ def test_error_texts_of_the_extension_keep_their_numbers_and_sizes():
         with pytest.raises(RuntimeError) as caught:
             torch.ops.torchgradx.rank1_sq_norms(a, other, False)
         assert str(caught.value).splitlines()[0] == text
-
-
-@needs_extension
-def test_refusals_of_autograds_thread_keep_their_numbers_and_sizes():
-    """Of a row that is dropped, so that the rows cannot be shared out among the samples."""
-    model = Model(lambda m, x: m.inner(x.flatten(0, 1)[1:]).sum(0).expand(len(x), -1),
-                  inner=torch.nn.Linear(3, 4))  # fmt: skip
-    with torchgradx.attach(model, layout={"inner": "batch"}) as probe:
-        model(torch.randn(2, 5, 3)).square().mean().backward()
-        error = refusal(probe)
-    assert "the 2 samples of the pass cannot be found in its output of shape [9, 4]" in str(error)
 
 
 def test_the_facts_are_printed_by_info_and_without_an_argument(capsys):

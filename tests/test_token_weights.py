@@ -43,10 +43,7 @@ def test_weights_are_shares_of_the_counted_targets():
     assert token_weights(torch.tensor([[1, 0], [0, 0]]), ignore_index=0).tolist() == [1.0, 0.0]
     assert token_weights(torch.full((3, 2), -100)).tolist() == [0, 0, 0]
     assert token_weights(torch.tensor([3, -100])).tolist() == [1, 0]
-
-
-def test_weights_of_packed_documents_go_by_their_ids():
-    y = torch.tensor([[1, 2, 3, -100, 1], [1, 1, -100, 2, 2]])
+    y = torch.tensor([[1, 2, 3, -100, 1], [1, 1, -100, 2, 2]])  # packed documents
     ids = torch.tensor([[0, 0, 0, 0, 1], [3, 3, 3, 3, -1]])
     assert token_weights(y, sample_ids=ids).tolist() == pytest.approx([3 / 7, 1 / 7, 0, 3 / 7])
 
