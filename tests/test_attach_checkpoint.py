@@ -19,7 +19,6 @@ import torchgradx
 
 N = 4
 pytestmark = pytest.mark.usefixtures("no_collector")  # a checkpoint's graph is a cycle
-kinds_of_checkpoint = pytest.mark.parametrize("reentrant", [False, True])
 
 
 def checkpointed(reentrant, middle=None):
@@ -39,7 +38,7 @@ BLOCKS = {
 
 
 @fallback_mode
-@kinds_of_checkpoint
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_checkpointed_blocks_are_exact(name, reentrant, options):
     check(checkpointed(reentrant, BLOCKS[name]()), square, torch.randn(N, 3), **options)

@@ -268,7 +268,7 @@ def test_a_lost_probe_lets_go():
     with torchgradx.attach(model) as probe:
         square(model, torch.randn(2, 4)).backward()
         assert len(probe.norms()) == 2
-        with pytest.raises(RuntimeError, match="attached"):
+        with pytest.raises(RuntimeError, match="is attached already"):
             torchgradx.attach(model)
     assert torchgradx.attached(model) is None
     probe = torchgradx.attach(model)

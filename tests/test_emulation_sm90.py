@@ -11,6 +11,7 @@ import pytest
 import torch
 from backends import needs_emulation
 from emulation.emulator import EmulationError, Unit
+from test_emulation import in_each_order
 
 pytestmark = needs_emulation
 
@@ -27,9 +28,6 @@ def launch(name, a, b, numbers, out):
     spans = [(x.data_ptr(), x.numel() * x.element_size(), x is out) for x in (*given, out)]
     unit().launch(name, spans, spans[0][0], spans[1][0], host.ctypes.data, spans[2][0])
     return out
-
-
-in_each_order = pytest.mark.usefixtures("_each_order")
 
 
 def _integers(*shape):

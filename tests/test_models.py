@@ -10,7 +10,7 @@ import torch
 from attach_modes import ANY, title
 from attach_oracle import as_dtype, check, close, close_named, joined, loop, loop_model
 from attach_steps import exact_or_refused, exact_step
-from model_zoo import ROUNDED, ROWS, sample_losses
+from model_zoo import ROUNDED, ROWS
 from test_attach_modules import under_its_masks
 
 import torchgradx
@@ -142,20 +142,6 @@ def test_training_steps_of_changing_sizes_are_exact(row):
                 row.loss(model, *batch).backward()
             optimizer.step()
             close_named(probe.norms(per="parameter"), want)
-
-
-PLACED = ("gpt2", "llama", "bert", "roberta", "mistral")  # given positions
-
-
-@every_mode
-@pytest.mark.parametrize("positions", [7, 4])
-@pytest.mark.parametrize("row", [r for r in ROWS if r.name in PLACED], ids=lambda row: row.name)
-def test_positions_that_are_given_once_for_all_samples(row, positions, options):
-    def loss(model, ids, mask, labels):
-        ids = row.keywords(ids, mask) | {"position_ids": torch.arange(positions)[None]}
-        return sample_losses(model(**ids).logits, labels).mean()
-
-    check(trainable(row), loss, *row.batch(4, positions), **options)
 
 
 @every_mode

@@ -46,12 +46,11 @@ def test_the_first_words_are_of_one_refusal():
         assert not [other for other in words if other != one and other.startswith(one)], one
 
 
-@pytest.mark.parametrize("key", REFUSALS)
-def test_a_sentence_ends_with_what_to_do(key):
-    text, remedy = REFUSALS[key]
-    assert text[-1] not in ".:;,"
-    assert remedy[0].isupper()
-    assert remedy[-1] not in ".:;,"
+def test_a_sentence_ends_with_what_to_do():
+    for text, remedy in REFUSALS.values():
+        assert text[-1] not in ".:;,", text
+        assert remedy[0].isupper(), text
+        assert remedy[-1] not in ".:;,", text
 
 
 def pause(model, x, probe):
