@@ -88,6 +88,7 @@ CONV2D = [
     Conv2d(2, 16, 16, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1), 8),  # two channels a group
     Conv2d(2, 8, 8, (9, 9), (7, 7), (1, 1), (3, 3), (1, 1), 8),  # 49 taps
     Conv2d(2, 8, 8, (40, 7), (3, 3), (5, 3), (1, 1), (8, 1), 8),  # far apart
+    Conv2d(2, 300, 3, (11, 11), (3, 3), (3, 3)),  # many more pixels than positions
 ]  # fmt: skip
 
 

@@ -22,13 +22,13 @@ def cross_entropy(output, y):
     return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), y.reshape(-1))
 
 
-TRAININGS = {  # model, batch, learning rate
-    "perceptron": (
-        lambda: nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
-        64,
-        0.05,
-    ),
-    "linear": (lambda: nn.Linear(64, 10), 128, 0.1),
+def perceptron():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+TRAININGS = {  # model, pool, batch, optimizer, learning rate
+    "perceptron": lambda: (perceptron(), digits(), 64, torch.optim.SGD, 0.05),
+    "linear": lambda: (nn.Linear(64, 10), digits(), 128, torch.optim.SGD, 0.1),
 }
 
 
@@ -42,9 +42,8 @@ def truth(model, x, y):
 
 def train(name, noise, looks, steps):
     """The estimate, and the truth as (tr(Sigma), |G|^2), at each look."""
-    make, size, rate = TRAININGS[name]
-    model, (x, y) = make(), digits()
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    model, (x, y), size, optimizer, rate = TRAININGS[name]()
+    optimizer = optimizer(model.parameters(), lr=rate)
     found = []
     for step in range(1, steps + 1):
         batch = torch.randint(0, len(x), (size,))
