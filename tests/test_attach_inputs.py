@@ -93,7 +93,6 @@ def test_by_keyword(name, options):
 
 
 T, D = 5, 6
-WORDS = "written into before"
 
 
 @every_mode
@@ -112,7 +111,7 @@ def test_an_input_after_a_backward(retain, own, options):
             square(model, buffer).backward(retain_graph=retain)
             buffer.normal_()
             if retain:
-                read_or_refused(probe, want, WORDS)
+                read_or_refused(probe, want, "written into before")
             else:
                 close(probe.norms(), per_model(want))
 

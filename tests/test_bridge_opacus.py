@@ -13,13 +13,12 @@ from torch import nn
 
 import torchgradx
 
-NEEDED = 'needs `pip install ".[bridges]"`'
-pytest.importorskip("opacus", reason=NEEDED)
+pytest.importorskip("opacus", reason='needs `pip install ".[bridges]"`')
 
-from opacus import PrivacyEngine  # noqa: E402
-from opacus.grad_sample import GradSampleModuleFastGradientClipping as Ghost  # noqa: E402
+from opacus import PrivacyEngine
+from opacus.grad_sample import GradSampleModuleFastGradientClipping as Ghost
 
-from torchgradx.bridges import opacus as bridge  # noqa: E402
+from torchgradx.bridges import opacus as bridge
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]ecure RNG", "ignore:Full backward hook")
 CIRCULAR = {"padding": 1, "padding_mode": "circular"}

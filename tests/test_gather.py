@@ -10,13 +10,12 @@ from oracle_gather import GATHER, Gather, assert_sq_norms, dots
 from torchgradx import ops
 
 each_problem = pytest.mark.parametrize("problem", GATHER, ids=lambda p: "-".join(map(str, p)))
-each_ids = pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=("int32", "int64"))
 
 
 @pytest.mark.grid("backend", "dtype")
 @each_dtype
 @each_kind
-@each_ids
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=("int32", "int64"))
 @pytest.mark.parametrize("padding_idx", [None, 0])
 @each_problem
 def test_norms_agree_with_the_oracle(backend, problem, padding_idx, ids, kind, dtype):
