@@ -156,11 +156,14 @@ def test_an_embedding_of_the_users_is_looked_up_as_a_stock_one(tied, padding, op
 
 @a_few_modes
 def test_rows_of_a_bare_table_are_looked_up(options):
-    parts = {"w": torch.randn(11, C), "o": nn.Linear(C, 2)}
-    model = Model(lambda m, ids: m.o(torch.tanh(m.w[ids])), **parts).double()
+    def forward(m, ids):
+        return m.o(torch.tanh(m.w[ids] * m.pairs[ids[:, :1], ids][..., None] + m.b[ids, None]))
+
+    parts = {"w": torch.randn(11, C), "pairs": torch.randn(11, 11), "b": torch.randn(11)}
+    model = Model(forward, **parts, o=nn.Linear(C, 2)).double()
     batches = [torch.randint(-11, 11, (n, T)) for n in (N, N, N + 1)]
     shown = exact_steps(model, *batches, **options)
-    assert "(root): Model  [w]: lifted" in shown or options.get("backend") == "vmap"
+    assert "(root): Model  [w, pairs, b]: lifted" in shown or options.get("backend") == "vmap"
 
 
 def through(layer, *args):

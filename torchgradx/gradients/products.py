@@ -38,6 +38,7 @@ from .elementwise import (
 )
 from .outer import LookedUp, Outer, Rowwise, lookup_product
 
+MAX_TABLE = 1 << 14  # elements of a small table
 MAX_LOOPED = 8  # samples; for fewer a loop is faster than to set up vmap
 CONVOLUTION = "ConvolutionBackward0"
 EMBEDDING = "EmbeddingBackward0"
@@ -103,11 +104,29 @@ def in_closed_form(node: Node) -> bool:
 
 
 def _row_indices(node: Node) -> Tensor | None:
-    """Return the indices of rows that a node takes from a matrix, as in table[ids]."""
-    if node.name() != INDEX or len(shape_of(*node.next_functions[0])) != 2:
+    """Return the numbers of the rows that a node takes from a matrix, as in table[ids], or from a
+    small table of any dimensions, as in table[i, j]."""
+    if node.name() != INDEX:
         return None
-    ids, *others = node._saved_indices
-    return ids if not others and ids.dtype == torch.long else None
+    shape, indices = shape_of(*node.next_functions[0]), node._saved_indices
+    is_matrix = len(shape) == 2 and len(indices) == 1
+    if not is_matrix and prod(shape) > MAX_TABLE:
+        return None
+    if any(ids is None or ids.dtype != torch.long for ids in indices):
+        return None
+    numbers = indices[0] % shape[0]
+    for ids, size in zip(indices[1:], shape[1:], strict=False):
+        numbers = numbers * size + ids % size
+    return numbers
+
+
+def _rows_product(node: Node, numbers: Tensor, g: Tensor) -> Gradients:
+    """Return the product for the table of `_row_indices`. numbers, g: by sample [N, *]."""
+    n, shape, dims = len(g), shape_of(*node.next_functions[0]), len(node._saved_indices)
+    rows = g.reshape(n, -1, prod(shape[dims:]))
+    product = LookedUp(numbers.reshape(n, -1), rows, prod(shape[:dims]))
+    is_matrix = len(shape) == 2 and dims == 1
+    return product if is_matrix else product.in_full().view(n, *shape)
 
 
 def scales_by_count(node: Node) -> bool:
@@ -159,10 +178,8 @@ def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -
     if name == EMBEDDING:
         ids, grads = (split_samples(t, layout, n) for t in (node._saved_indices, g))
         return lookup_product(node, ids, grads)
-    if (indices := _row_indices(node)) is not None:
-        count, width = shape_of(*node.next_functions[0])
-        ids, grads = (split_samples(t, layout, n) for t in (indices % count, g))
-        return LookedUp(ids.reshape(n, -1), grads.reshape(n, -1, width), count)
+    if (numbers := _row_indices(node)) is not None:
+        return _rows_product(node, *(split_samples(t, layout, n) for t in (numbers, g)))
     if name == CONVOLUTION:
         return _convolution(node, operand, g, layout, n)
     saved, place = ROWS.get(name, ("", -1))
@@ -219,9 +236,8 @@ def closed_form_below(
     elif name in POINTWISE and not g.is_complex() and shape == shape_of(node, 0):
         factor = ask(torch.ones_like(g[0]))[operand]
         product = None if factor is None else g * factor
-    elif (ids := _row_indices(node)) is not None:
-        rows = g.reshape(len(g), -1, shape[1])
-        return LookedUp(ids.flatten().expand(len(g), -1) % shape[0], rows, shape[0])
+    elif (numbers := _row_indices(node)) is not None:
+        return _rows_product(node, numbers.flatten().expand(len(g), -1), g)
     return None if product is None else product.to(dtype_of(*node.next_functions[operand]))
 
 
