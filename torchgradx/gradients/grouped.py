@@ -148,7 +148,9 @@ def product_by_owner(
     if summed is not None or operand != place or g.is_complex() or products.scales_by_count(node):
         return summed
     rows, g = getattr(node, saved), g.flatten(0, -2)
-    rows, each = rows.flatten(0, -1 if is_lookup else -2), len(g) // max(1, len(owners))
+    rows, (each, rest) = rows.flatten(0, -1 if is_lookup else -2), divmod(len(g), len(owners) or 1)
+    if rest or not each:
+        return None  # the owners are of other rows
     counts = torch.bincount(owners, minlength=n + 1)[:n]
     parts = split(owners.repeat_interleave(each), (counts * each).tolist(), rows, g)
     rows, g = (pad_sequence([*part], True) for part in zip(*parts, strict=True))  # [N, T, *]

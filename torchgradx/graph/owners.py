@@ -232,6 +232,8 @@ class _Walk:
         """Return owners [*made[:k]] with dim < k; None if `dim` has features, not rows, so that
         nothing moves between samples along it."""
         dims = leading(made, len(out.owners))
+        if dims == dim < len(self._grid) and made[dim] == 1:  # one row of each line
+            dims += 1
         if dims > dim:
             return out.owners.view(list(made[:dims]))
         rows = dim + 1 if dim == 0 or tuple(made[: len(self._grid)]) == self._grid else 0

@@ -7,7 +7,7 @@ frontier is found by climbing the graph. descent.py takes its gradients down, pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -131,9 +131,7 @@ class Region:
             if not proven:  # sizes do not distinguish tables
                 sized = None if is_shared else layout_of_node(self._graph, use, self._n)
                 layout = None if self._is_given(node, sized) else sized
-            elif layout == NOWHERE and self._is_constant and is_shared:
-                layout = None  # multiplied by zeros above, but no place where samples come in
-            elif layout == NOWHERE:
+            elif layout == NOWHERE and not (self._is_constant and is_shared):
                 sized = layout_of_node(self._graph, use, self._n)
                 layout = NOWHERE if sized is None else sized
             is_first = use.output_nr in (self._graph.numbers(node) or [0])[:1]
@@ -149,6 +147,13 @@ class Region:
                 layouts[node] = finding.layout
         return layouts
 
+    def below_samples(self, layouts: Mapping[Node, int | None]) -> list[Node]:
+        """Return the nodes that are known to be the same for any batch: by chance, their gradients
+        may look as if they had rows. Not if the outputs are too, as of a model that draws them."""
+        if self._is_constant is None or all(map(self.is_shared, self._graph.roots)):
+            return []
+        return [node for node in layouts if self.is_shared(node)]
+
     def contradicts(self, found: Sequence[Finding]) -> bool:
         """Return True if samples would be in a dimension that something shared gives its size: the
         rows of v @ x.T, where a parameter v has N rows."""
@@ -156,13 +161,17 @@ class Region:
         return any(self._is_given(node, layout) for node, layout in layouts.items())
 
     def _is_given(self, node: Node, layout: int | None) -> bool:
-        """Return True if something shared gives the dimension of the samples its size."""
-        shape = shape_of(node, 0)
+        """Return True if something shared gives the dimension of the samples its size. Of a user's
+        Function any may: it may work on the weight alone."""
+        shape, edges = shape_of(node, 0), node.next_functions
+        if is_users(node):
+            given = [shape_of(*edge) for edge in edges if edge[0] and self.is_shared(edge[0])]
+            return any(self._n in one or one == shape for one in given)
         dims: dict[int | None, int] = {BATCH: -len(shape), SEQUENCE: 1 - len(shape), LAST: -1}
         dim = dims.get(layout, 0)
         if dim >= 0 or shape[dim] != self._n:
             return False
-        shared = (k for k, (v, _) in enumerate(node.next_functions) if v and self.is_shared(v))
+        shared = (k for k, (v, _) in enumerate(edges) if v and self.is_shared(v))
         return any(_gives(node, k, dim) for k in shared)
 
 

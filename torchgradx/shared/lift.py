@@ -101,6 +101,7 @@ class Lift:
         layouts = start.region.layouts(region, proven)
         taken = {node for one in forward.taken if one for node in one.nodes}
         layouts.update(dict.fromkeys(taken & layouts.keys()))  # their rows differ in each pass
+        layouts.update(dict.fromkeys(start.region.below_samples(layouts)))
         plan = plan_lift(n, graph, groups, layouts, start.region.is_shared)
         return plan if plan.starts else None
 
