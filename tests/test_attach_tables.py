@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from attach_models import Model, square, square_second
 from attach_modes import ANY, VMAP, a_few_modes, each_of, fallback_mode
 from attach_oracle import check, close_named, loop, same_gradients
-from attach_steps import exact_or_refused, exact_step, read_or_refused, refused
+from attach_steps import exact_or_refused, exact_step, exact_steps, read_or_refused, refused
 from broadcast_models import WAYS, D, N, T, against_all, constant, in_place, placed, tokens
 from recurrent_models import KINDS, made, net
 from torch import nn
@@ -54,6 +54,17 @@ def test_what_a_model_is_called_with_for_all_samples_is_of_none(ids, options):
     for n, t in [(N, T), (N, 2 * N), (1, T), (N, 1), (2, T)]:
         check(model, lambda m, i: square(m, i, given(i.shape[1])), tokens(n, t), **options)
     exact_or_refused(model, lambda m, i: square(m, i, given(N)), tokens(N, N), **options)
+
+
+@a_few_modes
+def test_a_parameter_has_no_rows_by_chance(options):
+    """Each of its elements receives the gradient of one sample in the first batch."""
+    model = Model(lambda m, x: torch.clamp(m.a(x), m.p - 1, m.p + 1), a=nn.Linear(4, 4),
+                  p=torch.zeros(4)).double()  # fmt: skip
+    model.a.load_state_dict({"weight": torch.eye(4), "bias": torch.zeros(4)})
+    x = torch.tensor([[-3.0, 0, 0, 0], [0, -4, 0, 0]]).double()
+    loss = lambda m, x: (m(x).sum(1) * x.abs().sum(1)).mean()  # noqa: E731
+    exact_steps(model, x, x.flip(1), x[:, [1, 0, 2, 3]], loss=loss, **options)
 
 
 @a_few_modes

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from attach_models import Model, mlp, square
 from attach_modes import a_few_modes, every_mode, fallback_mode
 from attach_oracle import check, close, loop_model
-from attach_steps import exact_step, exact_steps, refusal
+from attach_steps import exact_or_refused, exact_step, exact_steps, refusal
 from test_attach_interrupted import linear
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -233,6 +233,19 @@ def test_a_childs_weight_that_a_function_reads_is_exact_unless_it_clamps(options
         monkeypatch.setattr(Top, "limit", 1e-2)
         square(net, batches[0]).backward()
         assert refusal(probe, "not the sum of its grad").parameters == ("o.weight",)
+
+
+class Rounded(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, w: (w * 8).round() / 8)
+    backward = staticmethod(lambda ctx, g: g)
+
+
+@a_few_modes
+@pytest.mark.parametrize("n", [N, N + 1], ids=["as many as outputs", "as inputs"])
+def test_a_childs_weight_that_a_function_rounds_has_no_rows(n, options):
+    forward = lambda m, x: m.o(torch.tanh(F.linear(x, Rounded.apply(m.l.weight))))  # noqa: E731
+    net = Model(forward, l=nn.Linear(N + 1, N, bias=False), o=nn.Linear(N, 2)).double()
+    exact_or_refused(net, square, torch.randn(n, N + 1).double(), **options)
 
 
 T, D = 5, 3

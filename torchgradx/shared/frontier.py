@@ -148,11 +148,15 @@ class Region:
         return layouts
 
     def below_samples(self, layouts: Mapping[Node, int | None]) -> list[Node]:
-        """Return the nodes that are known to be the same for any batch: by chance, their gradients
-        may look as if they had rows. Not if the outputs are too, as of a model that draws them."""
-        if self._is_constant is None or all(map(self.is_shared, self._graph.roots)):
+        """Return the nodes, among those that are the same for any batch, where no sample enters: of
+        zeros, and those as large as an operand, whose gradients may look like rows by chance. None
+        where an output is such a node, as of a model that draws what it starts from."""
+        if self._is_constant is None or any(map(self.is_shared, self._graph.roots)):
             return []
-        return [node for node in layouts if self.is_shared(node)]
+        shared = [
+            node for node, layout in layouts.items() if layout is not None and self.is_shared(node)
+        ]
+        return [node for node in shared if layouts[node] == NOWHERE or _keeps_size(node)]
 
     def contradicts(self, found: Sequence[Finding]) -> bool:
         """Return True if samples would be in a dimension that something shared gives its size: the
@@ -173,6 +177,13 @@ class Region:
             return False
         shared = (k for k, (v, _) in enumerate(edges) if v and self.is_shared(v))
         return any(_gives(node, k, dim) for k in shared)
+
+
+def _keeps_size(node: Node) -> bool:
+    """Return True if an operand has as many elements as the output, or the rows of a product."""
+    shape, edges = shape_of(node, 0), [edge for edge in node.next_functions if edge[0]]
+    has_rows = node.name() in MATRIX_PRODUCTS and any(shape_of(*e)[:1] == shape[:1] for e in edges)
+    return has_rows or any(prod(shape_of(*edge)) == prod(shape) for edge in edges)
 
 
 def _gives(node: Node, operand: int, dim: int) -> bool:
