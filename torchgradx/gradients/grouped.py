@@ -24,7 +24,7 @@ from ..reference.chunks import accumulation_dtype, add_rows
 from . import products
 from .by_sample import Factored, Gradients
 from .elementwise import elementwise_product, sum_broadcast
-from .outer import Outer
+from .outer import Outer, lookup_product
 
 
 class Pairs:
@@ -155,7 +155,7 @@ def product_by_owner(
     parts = split(owners.repeat_interleave(each), (counts * each).tolist(), rows, g)
     rows, g = (pad_sequence([*part], True) for part in zip(*parts, strict=True))  # [N, T, *]
     if is_lookup:
-        return products.lookup_product(node, rows, g)
+        return lookup_product(node, rows, g)
     outer = Outer(rows, g * getattr(node, "_saved_alpha", 1))
     return outer.in_full() if prod(outer.shape) < sum(outer.shape) * g.shape[1] else outer
 

@@ -46,9 +46,8 @@ class Outer(OfWeight):
     def added(self, other: Gradients) -> Gradients:
         if not isinstance(other, Outer):
             return super().added(other)
-        return Outer(
-            torch.cat((self.left, other.left), -2), torch.cat((self.right, other.right), -2)
-        )
+        pairs = zip(self.operands, other.operands, strict=True)
+        return Outer(*(torch.cat(pair, -2) for pair in pairs))
 
     def in_full(self) -> Tensor:
         return self.left.mT @ self.right

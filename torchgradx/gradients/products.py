@@ -100,20 +100,22 @@ def makes_in_full(node: Node) -> bool:
 
 def in_closed_form(node: Node) -> bool:
     known = node.name() in {*ROWS, CONVOLUTION, EMBEDDING, INDEX_PUT, MV}
-    return known or is_elementwise(node) or _row_indices(node) is not None
+    return known or is_elementwise(node) or _takes_rows(node)
 
 
-def _row_indices(node: Node) -> Tensor | None:
-    """Return the numbers of the rows that a node takes from a matrix, as in table[ids], or from a
-    small table of any dimensions, as in table[i, j]."""
+def _takes_rows(node: Node) -> bool:
+    """Return True if a node takes rows from a matrix, as in table[ids], or from a small table of
+    any dimensions, as in table[i, j]."""
     if node.name() != INDEX:
-        return None
+        return False
     shape, indices = shape_of(*node.next_functions[0]), node._saved_indices
-    is_matrix = len(shape) == 2 and len(indices) == 1
-    if not is_matrix and prod(shape) > MAX_TABLE:
-        return None
-    if any(ids is None or ids.dtype != torch.long for ids in indices):
-        return None
+    fits = (len(shape), len(indices)) == (2, 1) or prod(shape) <= MAX_TABLE
+    return fits and all(ids is not None and ids.dtype == torch.long for ids in indices)
+
+
+def _row_numbers(node: Node) -> Tensor:
+    """Return the numbers of the rows that a node takes."""
+    shape, indices = shape_of(*node.next_functions[0]), node._saved_indices
     numbers = indices[0] % shape[0]
     for ids, size in zip(indices[1:], shape[1:], strict=False):
         numbers = numbers * size + ids % size
@@ -121,12 +123,11 @@ def _row_indices(node: Node) -> Tensor | None:
 
 
 def _rows_product(node: Node, numbers: Tensor, g: Tensor) -> Gradients:
-    """Return the product for the table of `_row_indices`. numbers, g: by sample [N, *]."""
+    """Return the product for a table that rows are taken from. numbers, g: by sample [N, *]."""
     n, shape, dims = len(g), shape_of(*node.next_functions[0]), len(node._saved_indices)
     rows = g.reshape(n, -1, prod(shape[dims:]))
     product = LookedUp(numbers.reshape(n, -1), rows, prod(shape[:dims]))
-    is_matrix = len(shape) == 2 and dims == 1
-    return product if is_matrix else product.in_full().view(n, *shape)
+    return product if (len(shape), dims) == (2, 1) else product.in_full().view(n, *shape)
 
 
 def scales_by_count(node: Node) -> bool:
@@ -178,8 +179,8 @@ def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -
     if name == EMBEDDING:
         ids, grads = (split_samples(t, layout, n) for t in (node._saved_indices, g))
         return lookup_product(node, ids, grads)
-    if (numbers := _row_indices(node)) is not None:
-        return _rows_product(node, *(split_samples(t, layout, n) for t in (numbers, g)))
+    if _takes_rows(node):
+        return _rows_product(node, *(split_samples(t, layout, n) for t in (_row_numbers(node), g)))
     if name == CONVOLUTION:
         return _convolution(node, operand, g, layout, n)
     saved, place = ROWS.get(name, ("", -1))
@@ -236,8 +237,8 @@ def closed_form_below(
     elif name in POINTWISE and not g.is_complex() and shape == shape_of(node, 0):
         factor = ask(torch.ones_like(g[0]))[operand]
         product = None if factor is None else g * factor
-    elif (numbers := _row_indices(node)) is not None:
-        return _rows_product(node, numbers.flatten().expand(len(g), -1), g)
+    elif _takes_rows(node):
+        return _rows_product(node, _row_numbers(node).flatten().expand(len(g), -1), g)
     return None if product is None else product.to(dtype_of(*node.next_functions[operand]))
 
 

@@ -154,9 +154,8 @@ class SegmentExaminer:
             ends = zip(lifts, layouts[len(forward.uses) :], strict=True)
             plan = plan_of({node: one for (_, _, node, _), one in ends if isinstance(one, int)})
             self._audit.begin(run, self._audit.lift.match(forward, plan) if plan.starts else None)
-            layouts = [
-                SHARED if (k, False) in plan.starts else one for k, one in enumerate(layouts)
-            ]
+            served = {k for k, own in plan.starts if not own}
+            layouts = [SHARED if k in served else one for k, one in enumerate(layouts)]
         refusals += [(site, layout) for (site, *_), layout in zip(uses, layouts, strict=True)
                      if isinstance(layout, str)]  # fmt: skip
         if n > 1 and is_new and not self._audit.examiner.zero_weights(n):
@@ -169,12 +168,14 @@ class SegmentExaminer:
         self, forward: Forward, shown: Ownership, ids: Any, is_mixed: Callable[[int], bool]
     ) -> tuple[list[LiftEnd], Any]:
         """Return what Lift.find_by_owner() returns. is_mixed: whether a use's rows are."""
+        if ids is None:
+            return [], None
         watch, memory = forward.trace.watch, forward.trace.memory
-        if watch is not None and ids is not None:
+        if watch is not None:
             memory.note_constants(forward.uses, watch.observer.is_constant)
         tables = [k for k in memory.tables(forward.uses) if is_mixed(k)]
         key = forward.run.structure, forward.trace.nodes, forward.trace.regime
-        if ids is None or (not tables and key == self._without_lifts):
+        if not tables and key == self._without_lifts:
             return [], None
         ends, plan = self._audit.lift.find_by_owner(forward, tables, shown)
         self._without_lifts = None if ends else key

@@ -20,6 +20,7 @@ from ..gradients import by_sample, products
 from ..gradients.by_sample import Gradients
 from ..gradients.elementwise import CAST
 from ..gradients.grouped import product_by_owner
+from ..gradients.outer import lookup_product
 from ..graph.functions import COMPILED, ask_function, is_users
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS
 from ..graph.nodes import Node, coarsest_eps, dtype_of, shape_of
@@ -229,7 +230,7 @@ class Descent:
         """Return the products of all operands in closed form; empty if some have none."""
         if node.name() == products.EMBEDDING and not products.scales_by_count(node):
             ids = node._saved_indices.reshape(1, -1).expand(self._run.n, -1)  # of every sample
-            return dict.fromkeys(station.operands, products.lookup_product(node, ids, live[0]))
+            return dict.fromkeys(station.operands, lookup_product(node, ids, live[0]))
         forms: dict[int, Gradients] = {}
         for k in station.operands if outputs == 1 else ():
             product = products.closed_form_below(node, k, live[0], lambda g: self._ask(node, [g]))

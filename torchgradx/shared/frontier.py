@@ -153,9 +153,7 @@ class Region:
         where an output is such a node, as of a model that draws what it starts from."""
         if self._is_constant is None or any(map(self.is_shared, self._graph.roots)):
             return []
-        shared = [
-            node for node, layout in layouts.items() if layout is not None and self.is_shared(node)
-        ]
+        shared = (v for v, layout in layouts.items() if layout is not None and self.is_shared(v))
         return [node for node in shared if layouts[node] == NOWHERE or _keeps_size(node)]
 
     def contradicts(self, found: Sequence[Finding]) -> bool:
