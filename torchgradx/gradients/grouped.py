@@ -23,7 +23,7 @@ from ..plan.gpu import Problem, gpu_of
 from ..reference.chunks import accumulation_dtype, add_rows
 from . import products
 from .by_sample import Factored, Gradients
-from .elementwise import elementwise_product, sum_broadcast
+from .elementwise import elementwise_product, is_elementwise, sum_broadcast
 from .outer import Outer, lookup_product
 
 
@@ -137,6 +137,12 @@ def _sum(pairs: Pairs, left: Tensor, right: Tensor) -> Tensor:
     return torch.stack([a.mT @ b for a, b in pairs.by_matrix(left, right)])
 
 
+def has_rows_of_owners(node: Node) -> bool:
+    """Return True if product_by_owner() has the product of a node."""
+    is_product = node.name() in {*products.ROWS, products.EMBEDDING} - {"BmmBackward0"}
+    return is_product or is_elementwise(node)
+
+
 def product_by_owner(
     node: Node, operand: int, g: Tensor, owners: Tensor, n: int
 ) -> Gradients | None:
@@ -148,8 +154,8 @@ def product_by_owner(
     if summed is not None or operand != place or g.is_complex() or products.scales_by_count(node):
         return summed
     rows, g = getattr(node, saved), g.flatten(0, -2)
-    rows, (each, rest) = rows.flatten(0, -1 if is_lookup else -2), divmod(len(g), len(owners) or 1)
-    if rest or not each:
+    rows, each = rows.flatten(0, -1 if is_lookup else -2), len(g) // max(1, len(owners))
+    if len(g) != each * len(owners):
         return None  # the owners are of other rows
     counts = torch.bincount(owners, minlength=n + 1)[:n]
     parts = split(owners.repeat_interleave(each), (counts * each).tolist(), rows, g)

@@ -154,10 +154,13 @@ class SegmentExaminer:
             ends = zip(lifts, layouts[len(forward.uses) :], strict=True)
             plan = plan_of({node: one for (_, _, node, _), one in ends if isinstance(one, int)})
             self._audit.begin(run, self._audit.lift.match(forward, plan) if plan.starts else None)
-            served = {k for k, own in plan.starts if not own}
+            served = {k for k, _ in plan.starts if k >= 0}
             layouts = [SHARED if k in served else one for k, one in enumerate(layouts)]
-        refusals += [(site, layout) for (site, *_), layout in zip(uses, layouts, strict=True)
-                     if isinstance(layout, str)]  # fmt: skip
+        # A module that is not lifted runs again, and a table is refused as a use.
+        is_needed = [True] * len(forward.uses) + [k < 0 for k, *_ in lifts]
+        refusals += [(site, layout)
+                     for (site, *_), layout, needed in zip(uses, layouts, is_needed, strict=True)
+                     if needed and isinstance(layout, str)]  # fmt: skip
         if n > 1 and is_new and not self._audit.examiner.zero_weights(n):
             pending = {key for key, sure in zip(keys, proven, strict=True) if key and sure}
             self._audit.cache_later(list(pending), None, Verdict([], []), run)
@@ -173,11 +176,12 @@ class SegmentExaminer:
         watch, memory = forward.trace.watch, forward.trace.memory
         if watch is not None:
             memory.note_constants(forward.uses, watch.observer.is_constant)
-        tables = [k for k in memory.tables(forward.uses) if is_mixed(k)]
+        constant = memory.tables(forward.uses)
+        tables = [k for k in constant if is_mixed(k)]
         key = forward.run.structure, forward.trace.nodes, forward.trace.regime
         if not tables and key == self._without_lifts:
             return [], None
-        ends, plan = self._audit.lift.find_by_owner(forward, tables, shown)
+        ends, plan = self._audit.lift.find_by_owner(forward, constant, tables, shown)
         self._without_lifts = None if ends else key
         return ends, plan
 

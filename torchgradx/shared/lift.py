@@ -7,7 +7,7 @@ module reads beside its children, since to run such a module again would run all
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -18,9 +18,10 @@ from ..extension import _C, NATIVE, Pass
 from ..gradients import products
 from ..gradients.by_sample import GRADIENT_ELEMENTS
 from ..gradients.elementwise import is_passthrough
+from ..gradients.grouped import has_rows_of_owners
 from ..graph.functions import is_users
 from ..graph.layout import Finding
-from ..graph.nodes import Graph, Node, reach, shape_of
+from ..graph.nodes import Graph, Node, is_leaf, reach, shape_of
 from ..graph.owners import Owned, leading, set_flags
 from ..graph.segments import Ownership
 from ..graph.unpacking import are_offloaded, can_ask, is_copy_slices
@@ -33,7 +34,6 @@ from .uses import Uses
 
 MAX_TRAILS = 8  # of one plan: its sizes may never repeat
 LiftEnd = tuple[int, int, Node, Owned]  # use, its site, a node where it enters rows with owners
-MATRICES = {"BmmBackward0", products.CONVOLUTION}  # whose rows are not those of owners
 IN_FULL = "; of what is computed from parameters alone, in full by vmap, some samples at a time"
 EACH = "; a Function is asked for them once for each sample"
 
@@ -88,16 +88,7 @@ class Lift:
             read = uses.find_reads(graph, called, beside)
         if not mixing and not beside and not read:
             return None
-        asking = Asking(n, graph)
-        # Sharded parameters, and modules inside a reentrant checkpoint, cannot run again.
-        runs_once = self._parameters.gathered() or None in uses.nodes
-        groups = [Climb(k, (uses.nodes[k],), lambda node, is_end: True) for k in sorted(mixing)]
-        for k in beside:
-            if own := uses.own(k, graph):
-                is_cheap = partial(asking.is_cheap, self._large_weight(n, own))
-                only = runs_once or getattr(self._sites[uses.site(k)], "overwrites", False)
-                groups.append(Climb(k, own, asking.is_able if only else is_cheap))
-        groups += [Climb(k, uses.own(k, graph), asking.is_able) for k in read]
+        groups = self._climbs(n, uses, graph, mixing, beside, read)
         layouts = start.region.layouts(region, proven)
         taken = {node for one in forward.taken if one for node in one.nodes}
         layouts.update(dict.fromkeys(taken & layouts.keys()))  # their rows differ in each pass
@@ -105,31 +96,57 @@ class Lift:
         plan = plan_lift(n, graph, groups, layouts, start.region.is_shared)
         return plan if plan.starts else None
 
+    def _climbs(
+        self,
+        n: int,
+        uses: Uses,
+        graph: Graph,
+        tables: Collection[int],
+        beside: Sequence[int],
+        read: Sequence[int],
+    ) -> list[Climb]:
+        """Return the climbs from these uses, see Start."""
+        asking = Asking(n, graph)
+        # Sharded parameters, and modules inside a reentrant checkpoint, cannot run again.
+        runs_once = self._parameters.gathered() or None in uses.nodes
+        groups = [Climb(k, (uses.nodes[k],), lambda node, is_end: True) for k in sorted(tables)]
+        for k in beside:
+            if own := uses.own(k, graph):
+                is_cheap = partial(asking.is_cheap, self._large_weight(n, own))
+                only = runs_once or getattr(self._sites[uses.site(k)], "overwrites", False)
+                groups.append(Climb(k, own, asking.is_able if only else is_cheap))
+        return groups + [Climb(k, uses.own(k, graph), asking.is_able) for k in read]
+
     def find_by_owner(
-        self, forward: Any, tables: Sequence[int], shown: Ownership
+        self, forward: Any, constant: Collection[int], tables: Sequence[int], shown: Ownership
     ) -> tuple[list[LiftEnd], Callable[[Mapping[Node, Any]], LiftPlan]]:
-        """Return where tables, and parameters that are read beside the calls of their modules,
-        enter rows with owners; and what makes the plan of these uses of the layouts of the rows."""
+        """Return where tables, and parameters that are read beside kernels, enter rows with owners;
+        and what makes the plan of these uses of the layouts of the rows. constant: uses whose
+        inputs are the same for any batch; of the others' outputs no node above is."""
         uses, ends = self._uses(forward), dict[Node, Owned]()
-        graph, called = uses.prune_graph(tables, ())
-        groups = [Climb(k, (uses.nodes[k],), lambda node, is_end: True) for k in tables]
-        reads, is_able = uses.find_reads(graph, called, ()), Asking(forward.n, graph).is_able
-        groups += [Climb(k, uses.own(k, graph), is_able) for k in reads]
+        beside = uses.find_beside()
+        graph, called = uses.prune_graph(tables, beside)
+        reads = uses.find_reads(graph, called, beside)
+        groups = self._climbs(forward.n, uses, graph, tables, beside, reads)
         mixed = set_flags(shown.below.values() if groups else ())
+        given = (node for k, node in enumerate(uses.nodes) if k not in constant and node)
+        above = cache(lambda: {*graph.climb(given, lambda *_: True)})
+
+        def is_shared(node: Node) -> bool:
+            return is_leaf(node) or node not in above()
 
         def is_below(_: int, node: Node) -> bool:
             one, shape = shown.below.get((node, 0)), shape_of(node, 0)
-            can_serve = products.in_closed_form(node) and node.name() not in MATRICES
-            if one and can_serve and mixed.isdisjoint(map(id, one.flags)):
-                leads = shape[: max(0, leading(shape, len(one.owners)))]
+            if one and has_rows_of_owners(node) and mixed.isdisjoint(map(id, one.flags)):
+                leads = shape[: max(1, leading(shape, len(one.owners)))]
                 ends.update({node: one} if leads and (one := shown.at(node, 0, [*leads])) else {})
-            return node not in ends
+            return node not in ends and is_shared(node)
 
         def plan(layouts: Mapping[Node, Any]) -> LiftPlan:
             starts = (node for group in groups for node in group.starts)
             nodes = graph.climb(starts, lambda _, node: node not in layouts)
             known = {node: layouts.get(node) for node in nodes}
-            return plan_lift(forward.n, graph, groups, known, lambda node: True)
+            return plan_lift(forward.n, graph, groups, known, is_shared)
 
         climbed = ((group.use, graph.climb(group.starts, is_below)) for group in groups)
         return [(k, uses.site(k), node, ends[node])

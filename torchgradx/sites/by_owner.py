@@ -31,23 +31,6 @@ from .regime import HALF_EPS
 TOLERANCE, OF_HALVES = (1e-3, 1e-5), (5e-2, 1e-2)  # of a parameter's norm, and of that of all
 
 
-def gradients_at(
-    node: Node, g: Tensor, parameters: Sequence[Tensor], owners: Tensor, n: int, first: int
-) -> list[Gradients] | None:
-    """Return the gradients [N, *shape] of each parameter; None: one enters elsewhere than at this
-    node, which made rows with these owners. g: of them. first: sequence number of the first node
-    that may use the parameters."""
-    graph = Graph([node], first)
-    while is_passthrough(node):
-        node = next(child for child, _ in node.next_functions if child is not None)
-    uses = [list(_uses(graph, p)) for p in parameters]
-    if any(len(edges) != 1 or edges[0][0] is not node for edges in uses):
-        return None
-    g, owned = g.reshape(shape_of(node, 0)), Owned(owners, 0)
-    both = zip(parameters, uses, strict=True)
-    return [_product(node, k, g, owned, n, p) for p, [(_, k)] in both]
-
-
 def run_by_owner(call: Call, unrecorded: Unrecorded) -> list[Gradients] | None:
     """Run a module again, and return the gradients by sample of its parameters. None: one enters
     otherwise than by products of rows or of elements, or rows meet."""

@@ -28,7 +28,7 @@ from ..layers.rules import Layer
 from ..layers.table import declared_layout
 from ..refusals import RefusedError, cause
 from ..sharding import is_sharded
-from .by_owner import gradients_at, run_by_owner
+from .by_owner import run_by_owner
 from .experts import ExpertUse
 from .fallback import CLOSED_FORMS, Call, ClipCall, bias_term_size, per_sample_gradients
 from .native import Context
@@ -213,9 +213,8 @@ class Delivery:
             call = without_inner_grads(call, use.inner, self._unrecorded)
         gradients: Sequence[Gradients] | None = None
         if layout == SEGMENTS and samples is not None:
-            gradients = self._take_at_node(use, call, samples)
-            if gradients is None and (found := run_by_owner(call, self._unrecorded)):
-                gradients, self.layer.notes["replay"] = found, None
+            if gradients := run_by_owner(call, self._unrecorded):
+                self.layer.notes["replay"] = None
         elif self._closed_form and (by_name := self._closed_form(call)):
             gradients = [by_name[name] for name in names]
         if gradients is None:
@@ -224,18 +223,6 @@ class Delivery:
         self._record_sums(use, call, gradients)
         for place, g in zip(use.places, gradients, strict=True):
             deliver(run, self._recorder, place, g)
-
-    def _take_at_node(self, use: RerunUse, call: Call, owners: Tensor) -> list[Gradients] | None:
-        """Return gradients by sample, if all parameters enter at the node of the only output."""
-        (g, *more), node = call.grads, torch._C._current_autograd_node()
-        if more or g is None or use.saves_through_hooks:
-            return None
-        parameters, found = list(use.parameters.values()), None
-        with contextlib.suppress(Exception):  # then the module runs again
-            found = gradients_at(node, g, parameters, owners, use.run.n, use.first_node)
-        if found is not None:
-            self.layer.notes["lifted"] = None
-        return found
 
     def _deliver_chunks(self, use: RerunUse, call: Call) -> None:
         """Run the module again, and give the pass the gradients of some samples at a time."""
