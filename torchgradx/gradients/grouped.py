@@ -6,7 +6,7 @@ A pair is a sample n and a matrix e, with the number n*E + e.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -15,16 +15,20 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..graph.nodes import Node, shape_of
+from ..extension import NATIVE
+from ..graph.nodes import Node, dtype_of, shape_of
 from ..graph.segments import segments_from
 from ..graph.sizes import row_dims
 from ..plan.cost import CODES, plan, rounded
 from ..plan.gpu import Problem, gpu_of
 from ..reference.chunks import accumulation_dtype, add_rows
 from . import products
-from .by_sample import Factored, Gradients
-from .elementwise import elementwise_product, is_elementwise, sum_broadcast
+from .by_sample import Factored, Gradients, sq_norms
+from .elementwise import CAST, elementwise_product, is_elementwise, is_transpose, sum_broadcast
 from .outer import Outer, lookup_product
+
+GROUPED = "GroupedMmBackward0"
+MAX_PADDING = 2  # times as many rows, where samples have unequal numbers of them
 
 
 class Pairs:
@@ -78,6 +82,7 @@ class Grouped(Factored):
     left: Tensor  # [R, A]
     right: Tensor  # [R, B]
     pairs: Pairs
+    of_one: bool = False  # matrix: the gradients are [N, A, B]
 
     def __len__(self) -> int:
         return self.pairs.count
@@ -92,15 +97,22 @@ class Grouped(Factored):
     def in_full(self) -> Tensor:
         parts = split(self.pairs.of_rows, self.pairs.known.tolist(), *self.operands)
         full = torch.stack([left.mT @ right for left, right in parts])
-        return full.unflatten(0, (self.pairs.count, self.pairs.matrices))
+        return full if self.of_one else full.unflatten(0, (len(self), self.pairs.matrices))
 
     def total(self) -> Tensor:
-        return _sum(self.pairs, *self.operands)
+        return self._sum(*self.operands)
+
+    def _sum(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return for each matrix left^T right over all its rows."""
+        sums = [a.mT @ b for a, b in self.pairs.by_matrix(left, right)]
+        return sums[0] if self.of_one else torch.stack(sums)
 
     def size(self) -> float:
         return float((self.left.norm(dim=1) * self.right.norm(dim=1)).sum())
 
     def sq_norms(self) -> Tensor:
+        if not NATIVE:
+            return sq_norms(self.in_full())
         norms = self.left.new_zeros(len(self.pairs.lengths), dtype=accumulation_dtype(self.dtype))
         segments, runs = self.pairs.segments
         device = gpu_of(self.left.device) if self.left.is_cuda else None
@@ -129,18 +141,21 @@ class Grouped(Factored):
         by_pair = factors.to(wide).repeat_interleave(self.pairs.matrices)
         by_row = torch.cat([by_pair, by_pair.new_zeros(1)])[self.pairs.of_rows, None]
         left, right = (torch.where(by_row != 0, t, 0).to(wide) for t in self.operands)
-        return _sum(self.pairs, left, right * by_row)
-
-
-def _sum(pairs: Pairs, left: Tensor, right: Tensor) -> Tensor:
-    """Return [E, A, B]: for each matrix, left^T right over all its rows."""
-    return torch.stack([a.mT @ b for a, b in pairs.by_matrix(left, right)])
+        return self._sum(left, right * by_row)
 
 
 def has_rows_of_owners(node: Node) -> bool:
     """Return True if product_by_owner() has the product of a node."""
-    is_product = node.name() in {*products.ROWS, products.EMBEDDING} - {"BmmBackward0"}
-    return is_product or is_elementwise(node)
+    names = {*products.ROWS, products.EMBEDDING, GROUPED} - {"BmmBackward0"}
+    return node.name() in names or is_elementwise(node)
+
+
+def cross_view(node: Node, g: Grouped) -> list[Grouped] | None:
+    """Take gradients through a cast, or a transposition of the matrices; None: another node."""
+    if node.name() == CAST:
+        dtype = dtype_of(*node.next_functions[0])
+        return [replace(g, left=g.left.to(dtype), right=g.right.to(dtype))]
+    return [replace(g, left=g.right, right=g.left)] if is_transpose(node) else None
 
 
 def product_by_owner(
@@ -148,6 +163,10 @@ def product_by_owner(
 ) -> Gradients | None:
     """Return the product of a node whose rows have these owners, for an operand without rows: a
     matrix or a table, or one that is broadcast to the rows. None: of another. g: [rows, *]."""
+    if node.name() == GROUPED and operand == 1:
+        rows, ends = torch.arange(len(g), device=g.device), node._saved_offs
+        matrix, count = torch.bucketize(rows, ends, right=True), len(ends)
+        return Grouped(node._saved_self, g, Pairs.of(owners, matrix, n, count))
     summed = summed_by_owner(node, operand, g, owners, n)
     is_lookup = node.name() == products.EMBEDDING
     saved, place = ("_saved_indices", 0) if is_lookup else products.ROWS.get(node.name(), ("", -1))
@@ -157,12 +176,15 @@ def product_by_owner(
     rows, each = rows.flatten(0, -1 if is_lookup else -2), len(g) // max(1, len(owners))
     if len(g) != each * len(owners):
         return None  # the owners are of other rows
-    counts = torch.bincount(owners, minlength=n + 1)[:n]
-    parts = split(owners.repeat_interleave(each), (counts * each).tolist(), rows, g)
+    owners, g = owners.repeat_interleave(each), g * getattr(node, "_saved_alpha", 1)
+    counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
+    if not is_lookup and n * max(counts) > MAX_PADDING * len(g):
+        return Grouped(rows, g, Pairs.of(owners, torch.zeros_like(owners), n, 1), of_one=True)
+    parts = split(owners, counts, rows, g)
     rows, g = (pad_sequence([*part], True) for part in zip(*parts, strict=True))  # [N, T, *]
     if is_lookup:
         return lookup_product(node, rows, g)
-    outer = Outer(rows, g * getattr(node, "_saved_alpha", 1))
+    outer = Outer(rows, g)
     return outer.in_full() if prod(outer.shape) < sum(outer.shape) * g.shape[1] else outer
 
 

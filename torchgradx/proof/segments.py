@@ -229,7 +229,10 @@ class SegmentExaminer:
         if node is None:
             return None
         leads = list(sizes[: self._sites[site].leads(len(sizes))])
-        return graph.at(node, number, leads) or self._input_owners(graph, leads, node, number)
+        found = graph.at(node, number, leads)
+        if found is None and (found := self._input_owners(graph, leads, node, number)):
+            graph.below[node, number] = found
+        return found
 
     def _input_owners(
         self, graph: Ownership, leads: list[int], node: Node, number: int

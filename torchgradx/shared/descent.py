@@ -19,7 +19,7 @@ from ..extension import _C, Pass
 from ..gradients import by_sample, products
 from ..gradients.by_sample import Gradients
 from ..gradients.elementwise import CAST
-from ..gradients.grouped import product_by_owner
+from ..gradients.grouped import Grouped, cross_view, product_by_owner
 from ..gradients.outer import lookup_product
 from ..graph.functions import COMPILED, ask_function, is_users
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS
@@ -209,7 +209,11 @@ class Descent:
 
     def _cross(self, station: Station, node: Node, grads: list[Gradients | None]) -> None:
         """Take per-sample gradients of its outputs through a node below the frontier."""
-        if (factors := products.pass_factors(node, grads[0])) is not None:
+        g = grads[0]
+        factors: Sequence[Gradients] | None = (
+            cross_view(node, g) if isinstance(g, Grouped) else products.pass_factors(node, g)
+        )
+        if factors is not None:
             for operand in station.operands:
                 self._send(station, operand, factors[operand])
             return

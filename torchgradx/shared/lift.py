@@ -88,7 +88,7 @@ class Lift:
             read = uses.find_reads(graph, called, beside)
         if not mixing and not beside and not read:
             return None
-        groups = self._climbs(n, uses, graph, mixing, beside, read)
+        groups = self._climbs(Asking(n, graph), uses, mixing, beside, read)
         layouts = start.region.layouts(region, proven)
         taken = {node for one in forward.taken if one for node in one.nodes}
         layouts.update(dict.fromkeys(taken & layouts.keys()))  # their rows differ in each pass
@@ -98,24 +98,22 @@ class Lift:
 
     def _climbs(
         self,
-        n: int,
+        asking: Asking,
         uses: Uses,
-        graph: Graph,
         tables: Collection[int],
         beside: Sequence[int],
         read: Sequence[int],
     ) -> list[Climb]:
         """Return the climbs from these uses, see Start."""
-        asking = Asking(n, graph)
         # Sharded parameters, and modules inside a reentrant checkpoint, cannot run again.
         runs_once = self._parameters.gathered() or None in uses.nodes
         groups = [Climb(k, (uses.nodes[k],), lambda node, is_end: True) for k in sorted(tables)]
         for k in beside:
-            if own := uses.own(k, graph):
-                is_cheap = partial(asking.is_cheap, self._large_weight(n, own))
+            if own := uses.own(k, asking.graph):
+                is_cheap = partial(asking.is_cheap, self._large_weight(asking.n, own))
                 only = runs_once or getattr(self._sites[uses.site(k)], "overwrites", False)
                 groups.append(Climb(k, own, asking.is_able if only else is_cheap))
-        return groups + [Climb(k, uses.own(k, graph), asking.is_able) for k in read]
+        return groups + [Climb(k, uses.own(k, asking.graph), asking.is_able) for k in read]
 
     def find_by_owner(
         self, forward: Any, constant: Collection[int], tables: Sequence[int], shown: Ownership
@@ -127,7 +125,8 @@ class Lift:
         beside = uses.find_beside()
         graph, called = uses.prune_graph(tables, beside)
         reads = uses.find_reads(graph, called, beside)
-        groups = self._climbs(forward.n, uses, graph, tables, beside, reads)
+        asking = Asking(forward.n, graph, has_rows_of_owners)
+        groups = self._climbs(asking, uses, tables, beside, reads)
         mixed = set_flags(shown.below.values() if groups else ())
         given = (node for k, node in enumerate(uses.nodes) if k not in constant and node)
         above = cache(lambda: {*graph.climb(given, lambda *_: True)})
@@ -223,8 +222,12 @@ class Lift:
 class Asking:
     """Decides which nodes are asked for their products, instead of running a module again."""
 
-    def __init__(self, n: int, graph: Graph) -> None:
-        self._n, self._are_offloaded = n, cache(partial(are_offloaded, graph.parents))
+    def __init__(
+        self, n: int, graph: Graph, has_form: Callable[[Node], bool] = products.in_closed_form
+    ) -> None:
+        """has_form: whether the product of a node on the frontier has a closed form."""
+        self.n, self.graph, self._has_form = n, graph, has_form
+        self._are_offloaded = cache(partial(are_offloaded, graph.parents))
 
     def is_able(self, node: Node, is_end: bool) -> bool:
         """Return True if a node can be asked. is_end: it is on the frontier."""
@@ -235,7 +238,7 @@ class Asking:
         """Return True if asking a node costs less than running its module again.
         large: from Lift._large_weight."""
         if is_end:
-            is_cheap = products.in_closed_form(node) or (self._n == 1 and not is_users(node))
+            is_cheap = self._has_form(node) or (self.n == 1 and not is_users(node))
             return is_cheap and self.is_able(node, is_end)
         is_small = not large or prod(shape_of(node, 0)) < large or products.keeps_rows(node)
         return is_small and self.is_able(node, is_end)

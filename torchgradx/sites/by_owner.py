@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..gradients.by_sample import GRADIENT_ELEMENTS, Gradients, added, in_full, weighted
+from ..gradients.by_sample import Gradients, added, in_full, weighted
 from ..gradients.elementwise import is_passthrough
 from ..gradients.grouped import Grouped, product_by_owner
 from ..graph.nodes import Edge, Graph, Node, shape_of
@@ -83,11 +83,8 @@ def _group(
     pairs = group(products, found, {0: matrices}, n)[0].pairs
     both = [product.operands(product.node, arrived[product.node], p) for product in products]
     left, right = (torch.cat(column) for column in zip(*both, strict=True))
-    grouped = Grouped(left, right, pairs)
-    if matrices.dim() == 2:
-        return grouped.of_biases()
-    is_one = p.dim() == 2 and n * p.numel() <= GRADIENT_ELEMENTS
-    return grouped.in_full()[:, 0] if is_one else grouped
+    grouped = Grouped(left, right, pairs, of_one=p.dim() == 2)
+    return grouped.of_biases() if matrices.dim() == 2 else grouped
 
 
 def _add_up(uses: Sequence[Edge], p: Tensor, arrived: Any, found: Any, n: int) -> Gradients:

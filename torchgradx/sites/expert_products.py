@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from ..gradients.elementwise import CAST, LINKS, POINTWISE, is_transpose
-from ..gradients.grouped import Pairs
+from ..gradients.grouped import GROUPED, Pairs
 from ..graph.layout import Watched, owners
 from ..graph.nodes import Node, is_leaf, shape_of, to_signed
 from ..graph.owners import MAPPING, ROWS_OPERAND, Owned, owners_within
 from ..graph.unpacking import saved_value
 from .experts import (
-    GROUPED,
     NO_PRODUCTS,
     OPERANDS,
     ExpertGroup,

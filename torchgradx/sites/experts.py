@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..extension import Pass, Recorder
 from ..gradients.by_sample import deliver, total
-from ..gradients.grouped import Grouped, Pairs
+from ..gradients.grouped import GROUPED, Grouped, Pairs
 from ..graph.nodes import Node, shape_of
 from ..graph.unpacking import can_run_twice, is_hooked, keep_handles, saved_value
 from ..hooks.copies import stock_of, untraced
@@ -30,10 +30,10 @@ OPERANDS: dict[str, dict[int, tuple[int, str]]] = {
     "AddBackward0": {0: (1, ""), 1: (0, "")},
     "AddmmBackward0": {0: (1, ""), 2: (1, "mat1")},
     "BmmBackward0": {0: (1, "mat2"), 1: (0, "self")},
-    "GroupedMmBackward0": {1: (0, "self")},
+    GROUPED: {1: (0, "self")},
     "MmBackward0": {1: (0, "self")},
 }
-GROUPED, SINGLE = "GroupedMmBackward0", ("AddmmBackward0", "MmBackward0")
+SINGLE = "AddmmBackward0", "MmBackward0"
 
 
 class UnknownRowsError(Exception):
