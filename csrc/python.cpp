@@ -170,7 +170,12 @@ void bind_pass(py::module_& m) {
                uses.append(use.index() == 0 ? py::cast(std::get<0>(use)) : std::get<1>(use)->function);
              return uses;
            })
-      .def("finish", [](Pass& self, int64_t parameter, const Tensor& sq_norms) { self.finish(parameter, sq_norms); })
+      .def(
+          "finish",
+          [](Pass& self, int64_t parameter, const Tensor& sq_norms, int64_t parts) {
+            self.finish(parameter, sq_norms, 0, parts);
+          },
+          py::arg("parameter"), py::arg("sq_norms"), py::arg("parts") = 1)
       .def("clear", &Pass::clear)
       .def("state", &Pass::state)
       .def("restore", &Pass::restore)

@@ -6,6 +6,7 @@ A pair is a sample n and a matrix e, with the number n*E + e.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -53,6 +54,11 @@ class Pairs:
         lengths = lengths.index_add_(0, of_rows, torch.ones_like(of_rows))[:pairs]
         return Pairs(count, matrices, of_rows, lengths)
 
+    @staticmethod
+    def of_single(owners: Tensor, count: int) -> Pairs:
+        """Return the pairs of rows that one matrix multiplies."""
+        return Pairs.of(owners, torch.zeros_like(owners), count, 1)
+
     @cached_property
     def segments(self) -> tuple[Any, list[tuple[int, int]]]:
         """Return the rows of each pair as segments, and (length, pairs) of their runs."""
@@ -82,7 +88,7 @@ class Grouped(Factored):
     left: Tensor  # [R, A]
     right: Tensor  # [R, B]
     pairs: Pairs
-    of_one: bool = False  # matrix: the gradients are [N, A, B]
+    is_single: bool = False  # one matrix, with gradients [N, A, B]
 
     def __len__(self) -> int:
         return self.pairs.count
@@ -97,7 +103,7 @@ class Grouped(Factored):
     def in_full(self) -> Tensor:
         parts = split(self.pairs.of_rows, self.pairs.known.tolist(), *self.operands)
         full = torch.stack([left.mT @ right for left, right in parts])
-        return full if self.of_one else full.unflatten(0, (len(self), self.pairs.matrices))
+        return full if self.is_single else full.unflatten(0, (len(self), self.pairs.matrices))
 
     def total(self) -> Tensor:
         return self._sum(*self.operands)
@@ -105,7 +111,7 @@ class Grouped(Factored):
     def _sum(self, left: Tensor, right: Tensor) -> Tensor:
         """Return for each matrix left^T right over all its rows."""
         sums = [a.mT @ b for a, b in self.pairs.by_matrix(left, right)]
-        return sums[0] if self.of_one else torch.stack(sums)
+        return sums[0] if self.is_single else torch.stack(sums)
 
     def size(self) -> float:
         return float((self.left.norm(dim=1) * self.right.norm(dim=1)).sum())
@@ -150,8 +156,20 @@ def has_rows_of_owners(node: Node) -> bool:
     return node.name() in names or is_elementwise(node)
 
 
-def cross_view(node: Node, g: Grouped) -> list[Grouped] | None:
-    """Take gradients through a cast, or a transposition of the matrices; None: another node."""
+def pass_matrices(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
+    """Return what pass_factors() does; also of a node that selects one of several matrices."""
+    index = products.selected_matrix(node)
+    if index is not None and isinstance(g, Outer) and g.left.dim() == 3:
+        left, right = (t.flatten(0, 1) for t in g.operands)
+        owners = torch.arange(len(g), device=left.device).repeat_interleave(g.left.shape[1])
+        g = Grouped(left, right, Pairs.of_single(owners, len(g)), is_single=True)
+    if not isinstance(g, Grouped):
+        return products.pass_factors(node, g)
+    if index is not None and g.is_single:
+        matrices = shape_of(*node.next_functions[0])[0]
+        matrix = torch.full_like(g.pairs.of_rows, index)
+        pairs = Pairs.of(g.pairs.of_rows, matrix, len(g), matrices)
+        return [replace(g, pairs=pairs, is_single=False)]
     if node.name() == CAST:
         dtype = dtype_of(*node.next_functions[0])
         return [replace(g, left=g.left.to(dtype), right=g.right.to(dtype))]
@@ -179,7 +197,7 @@ def product_by_owner(
     owners, g = owners.repeat_interleave(each), g * getattr(node, "_saved_alpha", 1)
     counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
     if not is_lookup and n * max(counts) > MAX_PADDING * len(g):
-        return Grouped(rows, g, Pairs.of(owners, torch.zeros_like(owners), n, 1), of_one=True)
+        return Grouped(rows, g, Pairs.of_single(owners, n), is_single=True)
     parts = split(owners, counts, rows, g)
     rows, g = (pad_sequence([*part], True) for part in zip(*parts, strict=True))  # [N, T, *]
     if is_lookup:

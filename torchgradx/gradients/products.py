@@ -83,12 +83,20 @@ BY_ROWS: dict[str, Callable[[Node, Rowwise], Sequence[Gradients] | None]] = {
 }
 
 
+def selected_matrix(node: Node) -> int | None:
+    """Return the index of the matrix that a node selects from several; None: another node."""
+    if node.name() != "SelectBackward0" or to_signed(node._saved_dim):
+        return None
+    return to_signed(node._saved_index) % shape_of(*node.next_functions[0])[0]
+
+
 def keeps_rows(node: Node) -> bool:
-    """Return True if pass_factors() may cross a node with the factors of a weight's gradients."""
+    """Return True if the factors of a weight's gradients may cross a node, see grouped.py too."""
     if node.name() in ELEMENTWISE:
         shapes = {shape_of(*edge) for edge in node.next_functions if edge[0]} - {shape_of(node, 0)}
         return all(prod(shape) == 1 for shape in shapes)
-    known = is_leaf(node) or node.name() in {CAST, *BY_ROWS}
+    selects = selected_matrix(node) is not None and len(shape_of(node, 0)) == 2
+    known = selects or is_leaf(node) or node.name() in {CAST, *BY_ROWS}
     return known or is_passthrough(node) or is_transpose(node)
 
 

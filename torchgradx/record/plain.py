@@ -309,8 +309,8 @@ class Pass:
         if not (self.keep or self.retained or len(self._terms[place]) < self._calls[place]):
             self.recorder.finish(self, place)
 
-    def finish(self, place: int, sq_norms: Tensor) -> None:
-        """Set the squared norms [N] of a parameter, and drop its operands."""
+    def finish(self, place: int, sq_norms: Tensor, parts: int = 1) -> None:
+        """Set the squared norms [N] of a parameter, and drop its operands. parts: 1."""
         if place in self._sq_norms:
             self._late.add(place)
         self._sq_norms[place] = sq_norms

@@ -19,7 +19,7 @@ from ..extension import _C, Pass
 from ..gradients import by_sample, products
 from ..gradients.by_sample import Gradients
 from ..gradients.elementwise import CAST
-from ..gradients.grouped import Grouped, cross_view, product_by_owner
+from ..gradients.grouped import pass_matrices, product_by_owner
 from ..gradients.outer import lookup_product
 from ..graph.functions import COMPILED, ask_function, is_users
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS
@@ -46,7 +46,7 @@ class Descent:
         self._recorder, self._tensors = lift.recorder, parameters.wholes()
         self._hooked_keys, self._leaves = match.hooked_keys, match.leaves
         self._counted = match.counted
-        self._task, self._is_final, self._keeps_tape, self._rounding = -1, True, False, 0.0
+        self._task, self._rounding = -1, 0.0  # the others are set in _begin()
         self._received: dict[tuple[int, int], Gradients] = {}  # by key of the node, and output
         self._ready: list[tuple[Leaf, Any, bool]] = []  # its gradients; True: their squared norms
         self._eps, self._sums = 0.0, dict[int, Any]()  # of a user's Function, see _confirm()
@@ -119,9 +119,10 @@ class Descent:
         tensors = (self._tensors[leaf.place] for leaf in self._leaves)
         self._counts = arrives and any(map(receives_grad, tensors))
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
-        again = self._run.keep or self._run.retained or keeps or bool(self._run.directions)
-        self._keeps_tape = self._recorder.keeps_tape and not again
-        self._is_final = not (again or self._recorder.keeps_tape)
+        self._may_finish = not (self._run.keep or self._run.retained or keeps)
+        wants_norms = self._may_finish and not self._run.directions
+        self._keeps_tape = wants_norms and self._recorder.keeps_tape
+        self._is_final = wants_norms and not self._recorder.keeps_tape
         hears = (self._lift.hears(leaf) for leaf in self._leaves if not leaf.edges)
         self._compares = not self._is_guarded or self._recorder.auditing or any(hears)
         if self._counts:
@@ -209,11 +210,7 @@ class Descent:
 
     def _cross(self, station: Station, node: Node, grads: list[Gradients | None]) -> None:
         """Take per-sample gradients of its outputs through a node below the frontier."""
-        g = grads[0]
-        factors: Sequence[Gradients] | None = (
-            cross_view(node, g) if isinstance(g, Grouped) else products.pass_factors(node, g)
-        )
-        if factors is not None:
+        if (factors := pass_matrices(node, grads[0])) is not None:
             for operand in station.operands:
                 self._send(station, operand, factors[operand])
             return
@@ -331,10 +328,10 @@ class Descent:
             for _more in range(1, leaf.edges):
                 self._run.arrive([leaf.place])
             if is_squared:  # and nothing else is needed
-                self._run.finish(leaf.place, whole)
+                self._run.finish(leaf.place, whole, leaf.parts)
                 continue
-            if leaf.is_alone and self._keeps_tape:
-                self._run.finish(leaf.place, by_sample.sq_norms(whole))
+            if leaf.is_alone and self._may_finish:
+                self._run.finish(leaf.place, by_sample.sq_norms(whole), leaf.parts)
             else:
                 self._run.add(leaf.place, *by_sample.to_add(whole))
             by_sample.keep(self._run, self._recorder, leaf.place, whole)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from ..extension import _C
+from ..extension import _C, NATIVE
 from ..gradients.elementwise import ADD, CAST, is_elementwise, is_passthrough
+from ..gradients.products import selected_matrix
 from ..graph.layout import BATCH, SEQUENCE, Watched
 from ..graph.nodes import Graph, Node, Shape, coarsest_eps, dtype_of, is_leaf, nodes_below
 from .frontier import LiftPlan
@@ -24,6 +24,7 @@ class Leaf:
     is_alone: bool  # no other edge or use brings it a gradient
     calls: int = 0  # of its modules, for which the pass waits already
     edges: int = 0  # to the parameter, which the recorder counts; 0: it does not count them
+    parts: int = 1  # nodes that each select another matrix of it, if nothing else uses it
 
 
 @dataclass
@@ -62,7 +63,8 @@ class Trail(NamedTuple):
         """Return the trail of a path. numbers: of the nodes of the graph."""
         stops = []
         for k, (node, s) in enumerate(path.stations.items()):
-            leaves = {j: (leaf.place, leaf.edges) for j, leaf in s.leaves.items() if leaf.is_alone}
+            leaves = {j: (leaf.place, leaf.edges) for j, leaf in s.leaves.items()
+                      if leaf.is_alone and leaf.parts == 1}  # fmt: skip
             is_plain = s.layout in (BATCH, SEQUENCE) and not s.inward
             if is_plain and len(leaves) == len(s.leaves) and all(n for _, n in leaves.values()):
                 stops.append((numbers[node], k, s.layout == SEQUENCE, leaves))
@@ -116,10 +118,16 @@ def find_path(
                         leaf = replace(leaf, edges=len(graph.parents[node]))
                 if leaf:
                     station.leaves[operand] = leaf
-    uses = Counter(leaf.place for s in by_node.values() for leaf in s.leaves.values())
+    uses: dict[int, list[int | None]] = {}  # by place: the matrices that nodes select; None: others
+    for node, station in by_node.items():
+        for leaf in station.leaves.values():
+            uses.setdefault(leaf.place, []).append(selected_matrix(node))
     for station in by_node.values():
         for operand, leaf in station.leaves.items():
-            if uses[leaf.place] > 1:
+            matrices, count = uses[leaf.place], len(uses[leaf.place])
+            if NATIVE and leaf.is_alone and None not in matrices and len({*matrices}) == count:
+                station.leaves[operand] = replace(leaf, parts=count)
+            elif count > 1:
                 station.leaves[operand] = replace(leaf, is_alone=False)
     ends = [node for node, station in by_node.items() if station.leaves]
     useful = by_node.keys() & graph.climb(ends, lambda _, node: node in inside)

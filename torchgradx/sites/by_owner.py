@@ -83,7 +83,7 @@ def _group(
     pairs = group(products, found, {0: matrices}, n)[0].pairs
     both = [product.operands(product.node, arrived[product.node], p) for product in products]
     left, right = (torch.cat(column) for column in zip(*both, strict=True))
-    grouped = Grouped(left, right, pairs, of_one=p.dim() == 2)
+    grouped = Grouped(left, right, pairs, is_single=p.dim() == 2)
     return grouped.of_biases() if matrices.dim() == 2 else grouped
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..gradients.elementwise import CAST, LINKS, POINTWISE, is_transpose
 from ..gradients.grouped import GROUPED, Pairs
+from ..gradients.products import selected_matrix
 from ..graph.layout import Watched, owners
 from ..graph.nodes import Node, is_leaf, shape_of, to_signed
 from ..graph.owners import MAPPING, ROWS_OPERAND, Owned, owners_within
@@ -257,8 +258,8 @@ def _products_at(
 def _selected(node: Node) -> int | Tensor | None:
     """Return the index of the matrix that a node selects from a parameter; [R], if it has one for
     each row; None: it selects none."""
-    if node.name() == "SelectBackward0" and to_signed(node._saved_dim) == 0:
-        return to_signed(node._saved_index) % shape_of(*node.next_functions[0])[0]
+    if (index := selected_matrix(node)) is not None:
+        return index
     ids = saved_value(node, "indices") if node.name() == "IndexBackward0" else None
     if not ids or len(ids) > 1 or ids[0].dtype != torch.long or ids[0].dim() != 1:
         return None
