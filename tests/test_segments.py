@@ -204,7 +204,7 @@ turn = identity(lambda g: 2 * g)  # a user's Function
     (lambda m, x: m.b(turn(torch.relu(m.b(x)))), PACKED, torch.clone),
     (lambda m, x: torch.cat(F.linear(m.b(x), m.b.weight).split([1, 2], 1), 1)
      * (torch.arange(6).view(2, 3, 1) > 0), [[-1, 0, 0], [1, 1, 1]], torch.clone),
-    (lambda m, x: F.linear(m.b(x), m.b.weight)[:, -1], [[0] * D] * 2, "nor multiplies rows"),
+    (lambda m, x: F.linear(m.b(x), m.b.weight)[:, -1], [[0] * D] * 2, torch.clone),
     (lambda m, x: m.b(m.b(x))[:, :-1].flip(1), PACKED, "fed by several samples"),
     (lambda m, x: m.b(x[:, 1:]) - m.b(x)[:, :-1], PACKED, "no output of the model has N rows"),
     (lambda m, x: m.b(turn(m.b(x).roll(1, 1))), PACKED, "no weighted backward can run"),

@@ -8,7 +8,7 @@ experts that were hit makes another graph in each step. A segment is the rows of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..graph.nodes import Graph, Node, shape_of
 from ..graph.owners import MAPPING, Owned, own_rows, owners_below, set_flags
 from ..graph.segments import Inputs, Ownership, place_among
 from ..refusals import cause, key_of
+from ..shared.frontier import LiftPlan
 from ..shared.lift import LiftEnd
 from ..sites.expert_products import KEEPS_ROWS
 from ..sites.site import ProbeParts
@@ -67,7 +68,7 @@ class SegmentExaminer:
         if not self.applies(ids):
             return False
         refusals, layouts = self._attempt(forward, ids)
-        if ids is None and refusals:  # perhaps it has tables
+        if ids is None and refusals:
             return False
         forward.run.refusals += refusals
         forward.run.layouts += layouts
@@ -83,15 +84,13 @@ class SegmentExaminer:
         may_route = not (declared or is_joint) and run.n > 1 and bool(refused) and refused <= used
         if not (may_route and self._places_samples(forward)):
             return
-        refusals, layouts = self._attempt(forward, None)
+        refusals, layouts = self._attempt(forward, None, refused)
         failed = {site for site, _ in refusals}
         if -1 in failed:
             return
         served = refused - failed
-        lifts = self._audit.latest and self._audit.latest.plan  # in the structure of this pass only
-        if not (failed or lifts) and {site for site, _ in causes} == refused:
+        if not failed and {site for site, _ in causes} == refused:
             self._routed[forward.trace.regime] = True
-            served = used
         run.refusals = [(site, why) for site, why in causes if site not in served]
         run.layouts = [new if site in served else old
                        for (site, *_), old, new in zip(uses, run.layouts, layouts, strict=True)
@@ -105,14 +104,19 @@ class SegmentExaminer:
             return True
         return bool(anchors) and all(run.layouts[k] == one for k, one in anchors.items())
 
-    def _attempt(self, forward: Forward, ids: Tensor | None) -> tuple[Refusals, list[int]]:
-        """Return the refusals, and each use's layout. An error is a refusal of the whole pass."""
+    def _attempt(
+        self, forward: Forward, ids: Tensor | None, sites: Collection[int] | None = None
+    ) -> tuple[Refusals, list[int]]:
+        """Return the refusals, and each use's layout. sites: of what may be lifted; None: all. An
+        error is a refusal of the whole pass."""
         try:
-            return self._examine(forward, ids)
+            return self._examine(forward, ids, sites)
         except Exception as error:
             return [(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))], []
 
-    def _examine(self, forward: Forward, ids: Tensor | None) -> tuple[Refusals, list[int]]:
+    def _examine(
+        self, forward: Forward, ids: Tensor | None, sites: Collection[int] | None
+    ) -> tuple[Refusals, list[int]]:
         run, n, uses = forward.run, forward.n, list(forward.uses)
         inputs = Inputs.of(ids, n)
         taken = forward.taken_outputs if ids is None else [None] * len(forward.outputs)
@@ -131,12 +135,14 @@ class SegmentExaminer:
             own = own_rows(graph.below, n)
             owned = [one if self._is_shown(forward, own, use, one) else None
                      for use, one in zip(uses, owned, strict=True)]  # fmt: skip
+            shown = {edge: one for edge, one in graph.below.items() if own.get(edge, True)}
+            graph = graph._replace(below=shown)
         mixed = set_flags(owned)
 
         def is_mixed(one: Owned | None) -> bool:
             return one is not None and any(id(flag) in mixed for flag in one.flags)
 
-        lifts, plan_of = self._find_lifts(forward, graph, ids, lambda k: is_mixed(owned[k]))
+        lifts, plan_of = self._find_lifts(forward, graph, sites, lambda k: is_mixed(owned[k]))
         mixed |= set_flags(one for *_, one in lifts)
         uses += [(site, shape_of(node, 0), node, 0) for _, site, node, _ in lifts]
         pairs = list(zip(uses, [*owned, *(one for *_, one in lifts)], strict=True))
@@ -150,10 +156,10 @@ class SegmentExaminer:
         if is_new and (n > 1 or pads) and self._options["check"] != "off":
             proven = self._prove(graph, heads, pairs, layouts)
         run.segments = segments
+        plan: LiftPlan | None = None
         if lifts:
             ends = zip(lifts, layouts[len(forward.uses) :], strict=True)
             plan = plan_of({node: one for (_, _, node, _), one in ends if isinstance(one, int)})
-            self._audit.begin(run, self._audit.lift.match(forward, plan) if plan.starts else None)
             served = {k for k, _ in plan.starts if k >= 0}
             layouts = [SHARED if k in served else one for k, one in enumerate(layouts)]
         # A module that is not lifted runs again, and a table is refused as a use.
@@ -161,6 +167,9 @@ class SegmentExaminer:
         refusals += [(site, layout)
                      for (site, *_), layout, needed in zip(uses, layouts, is_needed, strict=True)
                      if needed and isinstance(layout, str)]  # fmt: skip
+        in_vain = ids is None and any(sites is None or site < 0 for site, _ in refusals)
+        if plan and plan.starts and not in_vain:
+            self._audit.begin(run, self._audit.lift.match(forward, plan))
         if n > 1 and is_new and not self._audit.examiner.zero_weights(n):
             pending = {key for key, sure in zip(keys, proven, strict=True) if key and sure}
             self._audit.cache_later(list(pending), None, Verdict([], []), run)
@@ -168,11 +177,13 @@ class SegmentExaminer:
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 
     def _find_lifts(
-        self, forward: Forward, shown: Ownership, ids: Any, is_mixed: Callable[[int], bool]
+        self,
+        forward: Forward,
+        shown: Ownership,
+        sites: Collection[int] | None,
+        is_mixed: Callable[[int], bool],
     ) -> tuple[list[LiftEnd], Any]:
         """Return what Lift.find_by_owner() returns. is_mixed: whether a use's rows are."""
-        if ids is None:
-            return [], None
         watch, memory = forward.trace.watch, forward.trace.memory
         if watch is not None:
             memory.note_constants(forward.uses, watch.observer.is_constant)
@@ -181,8 +192,8 @@ class SegmentExaminer:
         key = forward.run.structure, forward.trace.nodes, forward.trace.regime
         if not tables and key == self._without_lifts:
             return [], None
-        ends, plan = self._audit.lift.find_by_owner(forward, constant, tables, shown)
-        self._without_lifts = None if ends else key
+        ends, plan = self._audit.lift.find_by_owner(forward, constant, tables, shown, sites)
+        self._without_lifts = None if ends or sites else key
         return ends, plan
 
     def _walk(

@@ -116,17 +116,24 @@ class Lift:
         return groups + [Climb(k, uses.own(k, asking.graph), asking.is_able) for k in read]
 
     def find_by_owner(
-        self, forward: Any, constant: Collection[int], tables: Sequence[int], shown: Ownership
+        self,
+        forward: Any,
+        constant: Collection[int],
+        tables: Sequence[int],
+        shown: Ownership,
+        sites: Collection[int] | None = None,
     ) -> tuple[list[LiftEnd], Callable[[Mapping[Node, Any]], LiftPlan]]:
         """Return where tables, and parameters that are read beside kernels, enter rows with owners;
         and what makes the plan of these uses of the layouts of the rows. constant: uses whose
-        inputs are the same for any batch; of the others' outputs no node above is."""
+        inputs are the same for any batch; of the others' outputs no node above is. sites: which may
+        be lifted; None: all."""
         uses, ends = self._uses(forward), dict[Node, Owned]()
         beside = uses.find_beside()
         graph, called = uses.prune_graph(tables, beside)
         reads = uses.find_reads(graph, called, beside)
         asking = Asking(forward.n, graph, has_rows_of_owners)
-        groups = self._climbs(asking, uses, tables, beside, reads)
+        groups = [group for group in self._climbs(asking, uses, tables, beside, reads)
+                  if sites is None or uses.site(group.use) in sites]  # fmt: skip
         mixed = set_flags(shown.below.values() if groups else ())
         given = (node for k, node in enumerate(uses.nodes) if k not in constant and node)
         above = cache(lambda: {*graph.climb(given, lambda *_: True)})
@@ -137,7 +144,7 @@ class Lift:
         def is_below(_: int, node: Node) -> bool:
             one, shape = shown.below.get((node, 0)), shape_of(node, 0)
             if one and has_rows_of_owners(node) and mixed.isdisjoint(map(id, one.flags)):
-                leads = shape[: max(1, leading(shape, len(one.owners)))]
+                leads = shape[: max(1, min(leading(shape, len(one.owners)), len(shape) - 1))]
                 ends.update({node: one} if leads and (one := shown.at(node, 0, [*leads])) else {})
             return node not in ends and is_shared(node)
 

@@ -28,7 +28,6 @@ from ..layers.rules import Layer
 from ..layers.table import declared_layout
 from ..refusals import RefusedError, cause
 from ..sharding import is_sharded
-from .by_owner import run_by_owner
 from .experts import ExpertUse
 from .fallback import CLOSED_FORMS, Call, ClipCall, bias_term_size, per_sample_gradients
 from .native import Context
@@ -48,7 +47,6 @@ class RerunUse:
     first_shape: torch.Size  # of the output whose layout is the use's
     samples: Tensor | None = None  # of each row of the first output, if it is packed
     drew: bool = False  # random numbers
-    first_node: int = 0  # sequence number of the first node that it made; 0: it is not known
     has_several_nodes: bool = False  # which made the outputs
     inner: set[int] = field(default_factory=set)  # outputs that others are computed from
     outcomes: Sequence[Outcome | None] = ()  # of a user's forward
@@ -212,10 +210,7 @@ class Delivery:
         if any(grads[k] is not None for k in use.inner):
             call = without_inner_grads(call, use.inner, self._unrecorded)
         gradients: Sequence[Gradients] | None = None
-        if layout == SEGMENTS and samples is not None:
-            if gradients := run_by_owner(call, self._unrecorded):
-                self.layer.notes["replay"] = None
-        elif self._closed_form and (by_name := self._closed_form(call)):
+        if layout != SEGMENTS and self._closed_form and (by_name := self._closed_form(call)):
             gradients = [by_name[name] for name in names]
         if gradients is None:
             self._deliver_chunks(use, call)

@@ -62,6 +62,7 @@ class FallbackSite(Delivery):
         names_and_places = tuple(self._names.values()), tuple(self._names)
         self._slots = None if in_containers or self._may_mix else names_and_places
         self._hooks = Hooks(module)
+        self._has_owners = context.options["sample_ids"] is not None
         # A user's hook computes the weight before the forward: its nodes are the call's too.
         self._has_maker = any(map(makes_weight, module._forward_pre_hooks.values()))
         if self._has_maker:
@@ -86,6 +87,8 @@ class FallbackSite(Delivery):
         attends = isinstance(self._module, nn.MultiheadAttention)
         if self.declared >= 0 or self._had_products or attends:
             return False
+        if self._has_owners:
+            return True
         children = (c for c in self._module.children() if not isinstance(c, CONTAINERS))
         return has_users_forward(self._module) or self._has_maker or any(children)
 
@@ -196,7 +199,6 @@ class FallbackSite(Delivery):
             forwards.note_ends(self._index, first, others)
         regime = self._call.regime or Regime.current(first.device, draws=False)
         use = RerunUse(run, number, parameters, regime, first.shape, samples)
-        use.first_node = self._call.first
         ends: Ends = {}
         for (node, output_nr), k in ends_at([end] if single else outputs).items():
             ends.setdefault(node, []).append((k, output_nr))
