@@ -1,7 +1,5 @@
 """Rows that are not one per sample: sample_ids, held against a loop over single samples."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 from attach_models import Model, identity
@@ -9,7 +7,7 @@ from attach_modes import a_few_modes
 from attach_oracle import close_named
 from attach_steps import refusal
 from counters import Counter
-from segment_models import CASES, Case, D, Packed, deep_set, gpt, spread
+from segment_models import CASES, Case, D, deep_set, spread
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -119,7 +117,8 @@ def test_rows_of_very_unequal_samples_are_not_padded():
     def most(func, args):
         return max((t.numel() for t in tree_leaves(args) if torch.is_tensor(t)), default=0)
 
-    model = deep_set().to(DOUBLE)
+    model, once = deep_set().to(DOUBLE), deep_set().function
+    model.function = lambda m, x, **given: once(m, F.linear(x, m.a.weight[:D]), **given)
     with torchgradx.attach(model, sample_ids=ids_of) as probe:
         for _ in range(2):
             b, sizes = spread([1] * 30 + [4000]), Counter(most)
@@ -130,18 +129,16 @@ def test_rows_of_very_unequal_samples_are_not_padded():
         assert (probe.norms() > 0).all()
 
 
-def test_modules_run_again_once_for_all_documents():
-    model, calls = gpt(False), []
-    model.rolled = nn.Identity()
+@pytest.mark.parametrize("name", ["packed", "graphs"])
+def test_parameters_of_modules_are_served_at_their_nodes(name):
+    make, sizes = CASES[name]
+    model = make().model()
+    model.rolled = nn.Identity()  # whose rows nothing shows
     with torchgradx.attach(model, sample_ids=ids_of) as probe:
-        for rows in ([6, 6], [1] * 12) * 2:
-            case = Packed().draw([rows], torch.Generator(), torch.float32)
-            loss = case.loss(case.batch(model), case.y)
-            with patch("torch.autograd.grad", side_effect=torch.autograd.grad) as grad:
-                loss.backward()
-            assert len(probe.norms()) == case.n
-            calls.append(grad.call_count)
-    assert calls[2] == calls[3] or not ops.NATIVE
+        for k, each in enumerate(sizes):
+            step(model, make().draw(each, torch.Generator().manual_seed(k), torch.float32))
+            assert probe.norms().isfinite().all()
+            assert "run again" not in str(probe.explain())
 
 
 def joined(case):
