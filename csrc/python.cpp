@@ -279,6 +279,13 @@ void bind_capture(py::module_& m) {
           if (!slices || !slices->fn) return py::none();
           return py::reinterpret_steal<py::object>(torch::autograd::functionToPyObject(slices->fn));
         });
+  m.def("slice_of",  // of the same: the sizes, strides and offset of the view in its base; None: the base has gaps
+        [](const py::object& node) -> std::optional<std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t>> {
+          const auto* slices = dynamic_cast<const torch::autograd::CopySlices*>(&*node_of(node));
+          if (!slices || !slices->base.is_contiguous()) return std::nullopt;
+          const auto& view = slices->view;
+          return std::tuple(view.sizes().vec(), view.strides().vec(), view.storage_offset() - slices->base.storage_offset());
+        });
   m.def("at_node",  // a tensor without memory, whose gradient goes to a node as that of its output
         [](const py::object& node, uint32_t number) {
           const auto& known = node_of(node)->input_metadata(number);

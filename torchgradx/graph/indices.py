@@ -101,5 +101,17 @@ def selected_by(
     return dim, select_along(dim, saved_value(node, "index"), shape, grid)
 
 
+def positions_of(node: Node, start: int, size: int, whole: int) -> Tensor:
+    """Return the positions in an operand of the rows of one output of a select, slice or split.
+    start: where this output of a split begins. size, whole: of the output, of the operand."""
+    step = 1
+    if node.name() == "SelectBackward0":
+        start = to_signed(node._saved_index) % whole
+    elif node.name() == "SliceBackward0":
+        start, step = to_signed(node._saved_start), node._saved_step
+        start = max(0, start + whole if start < 0 else start)
+    return torch.arange(start, start + size * step, step, device="cpu")
+
+
 def saved_dim(node: Node, shape: Sequence[int], key: str = "dim") -> int:
     return to_signed(getattr(node, f"_saved_{key}")) % max(1, len(shape))

@@ -20,6 +20,7 @@ VIEWS = {f"{name}Backward0" for name in (
     "Transpose", "UnsafeView", "Unsqueeze", "View",
 )}  # fmt: skip
 OUTPUTS = {*VIEWS, "AddBackward0"}
+COPY_SLICES = "torch::autograd::CopySlices"  # of an operation that wrote into a view
 SAME = {"ReshapeAliasBackward0": "ViewBackward0", "AliasBackward0": "SliceBackward0"}
 
 

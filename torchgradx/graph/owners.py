@@ -21,9 +21,10 @@ from operator import mul, or_
 import torch
 from torch import Tensor
 
-from .indices import LOOKUP, READING, saved_dim, selected_by
+from ..extension import _C, NATIVE
+from .indices import LOOKUP, READING, positions_of, saved_dim, selected_by
 from .layout import nodes_in_order, read_flags
-from .nodes import Edge, Node, is_leaf, shape_of, to_signed
+from .nodes import COPY_SLICES, Edge, Node, is_leaf, shape_of, to_signed
 from .unpacking import saved_value
 
 Sizes = Sequence[int]
@@ -353,17 +354,28 @@ class _Walk:
         elif len(index) in _counts(shape):
             yield Owned(owners[index], out.path, (*out.flags, *flags))
 
-
-def positions_of(node: Node, start: int, size: int, whole: int) -> Tensor:
-    """Return the positions in an operand of the rows of one output of a select, slice or split.
-    start: where this output of a split begins. size, whole: of the output, of the operand."""
-    step = 1
-    if node.name() == "SelectBackward0":
-        start = to_signed(node._saved_index) % whole
-    elif node.name() == "SliceBackward0":
-        start, step = to_signed(node._saved_start), node._saved_step
-        start = max(0, start + whole if start < 0 else start)
-    return torch.arange(start, start + size * step, step, device="cpu")
+    def cross_written(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
+        """Cross a node that wrote into a slice of rows: what it wrote there is of their samples."""
+        out, made = outs[0], shape_of(node, 0)
+        if operand == 0:
+            yield out
+            return
+        found, inner = (_C.slice_of(node), _C.into_slice(node)) if NATIVE else (None, None)
+        row = made[max(0, leading(made, len(out.owners))) :]
+        if (
+            found is None
+            or inner is None
+            or not inner.name().endswith("::CopyBackwards")
+            or not prod(row)
+        ):
+            return
+        sizes, strides, start = found
+        dims, whole = len(sizes) - len(row), torch.empty(row, device="meta")
+        rows, each = [s // prod(row) for s in strides[:dims]], [*strides[:dims], start]
+        is_whole = [*row] == sizes[dims:] and [*whole.stride()] == strides[dims:]
+        if dims > 0 and is_whole and shape == tuple(sizes) and not any(s % prod(row) for s in each):
+            owners = out.owners.clone().as_strided(sizes[:dims], rows, start // prod(row))
+            yield Owned(owners.flatten(), out.path, out.flags)
 
 
 OwnerRule = Callable[[_Walk, Node, Outs, int, Sizes], Iterator[Owned]]
@@ -381,4 +393,4 @@ OWNER_RULES: dict[str, OwnerRule] = {
 }  # fmt: skip
 # Nodes that move rows by index.
 MAPPING = {name for name, rule in OWNER_RULES.items() if rule is _Walk.cross_indexed}
-OWNER_RULES[LOOKUP] = _Walk.cross_indexed
+OWNER_RULES |= {LOOKUP: _Walk.cross_indexed, COPY_SLICES: _Walk.cross_written}

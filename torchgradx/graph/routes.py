@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..extension import _C, NATIVE
-from .nodes import Node, is_leaf, nodes_below, shape_of, to_signed
+from .nodes import COPY_SLICES, Node, is_leaf, nodes_below, shape_of, to_signed
 from .unpacking import is_hooked
 
 # Nodes that read rows of their operand by index, or write rows of their output by index.
@@ -31,7 +31,6 @@ TRANSPOSES = {"CloneBackward0", "PermuteBackward0", "TBackward0", "ToCopyBackwar
               "TransposeBackward0"}  # fmt: skip
 CONCATENATIONS = {"CatBackward0", "SelectScatterBackward0", "SliceScatterBackward0",
                   "SplitWithSizesBackward0", "StackBackward0"}  # fmt: skip
-COPY_SLICES = "torch::autograd::CopySlices"
 POSITION_NAMES = {
     "SelectBackward0": ("dim", "index"),
     "SelectScatterBackward0": ("dim", "index"),

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..extension import _C, NATIVE
-from .indices import saved_dim
+from .indices import positions_of, saved_dim
 from .nodes import Edge, is_leaf, shape_of
-from .owners import Owned, owners_by, positions_of
+from .owners import Owned, owners_by
 
 MAX_RUNS = 16  # runs of samples with equal lengths; with more of them, rows are sorted by length
 FAINT = -1e4  # an additive attention mask excludes a pair with a number below this

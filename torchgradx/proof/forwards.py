@@ -29,11 +29,12 @@ from ..graph.constant import Watch
 from ..graph.heads import Taken, last_layers, taken_rows
 from ..graph.layout import NOWHERE, SEGMENTS, SHARED, TAKEN
 from ..graph.modes import without_user_modes
-from ..graph.nodes import Graph
+from ..graph.nodes import Edge, Graph
 from ..graph.routes import routes_of
 from ..graph.segments import place_among
 from ..graph.unpacking import INDICES
 from ..sharding import local_part
+from ..sites.packed import Packed
 from ..sites.several import End
 
 _Facts = dict[tuple[int, int], int | None]  # by site and number of its call; None: it differed
@@ -115,6 +116,7 @@ class ForwardTrace(NamedTuple):
     kind: Any  # of the outputs and arguments, see _kind and ones_of
     flat: bool  # the first argument does not show N: its rows may be of any sample
     by_row: Mapping[Any, Any]  # see note_routes
+    packed: Sequence[tuple[int, Packed, Edge]]  # see note_packed
     regime: Any  # see Parameters.regime
     memory: Memory  # of the regime
 
@@ -185,7 +187,10 @@ class Forward:
         """Return the rows that the batch's values chose: graph/routes.py."""
         taken = [one for one in self.taken if one]
         indices = {node: "taken" for one in taken for node in one.indices}
-        routes = routes_of(self.heads, self.n, {**self.trace.by_row, **indices})
+        by_row = {**self.trace.by_row, **indices}
+        for site, packed, end in self.trace.packed:
+            by_row.update(dict.fromkeys(packed.nodes(self.graph, end), ("packed", site)))
+        routes = routes_of(self.heads, self.n, by_row)
         # Rows of one sample do not show whether those of two would mix.
         return routes + [None] * any(bool(one.samples[0] == one.samples[-1]) for one in taken)
 
@@ -209,6 +214,7 @@ class _OfThread(threading.local):
         self.first = 0  # number of the first node that this forward made
         self.ends: dict[tuple[int, Any], list[End]] = {}
         self.by_row: dict[Any, Any] = {}
+        self.packed: list[tuple[int, Packed, Edge]] = []
         self.flat = False
         self.ones: Any = ()
         self.postponed: list[tuple[int, Callable[[], None]]] = []
@@ -255,20 +261,21 @@ class Forwards:
         calls itself. outputs: None if the forward failed, or an interrupt left it."""
         local, watch = self._local, None
         nodes = torch.autograd._get_sequence_nr() - local.first
-        ends, by_row = local.ends, local.by_row
+        ends, by_row, packed = local.ends, local.by_row, local.packed
         regime = local.regime or self._parameters.regime()
         memory = self._memory_of(regime)
         if outputs is None:
             local.postponed = []
         if whole:
             watch, local.watch = local.watch, None
-            local.ends, local.by_row, local.regime = {}, {}, None
+            local.ends, local.by_row, local.packed, local.regime = {}, {}, [], None
         if watch is not None:
             watch.observer.stop()
             if outputs is not None:
                 memory.learn(watch)
         kind = _kind(outputs), local.ones
-        return ForwardTrace(watch, ends, nodes, kind, local.flat, by_row, regime, memory)
+        facts = local.flat, by_row, packed, regime, memory
+        return ForwardTrace(watch, ends, nodes, kind, *facts)
 
     def postpone(self, use: int, listen: Callable[[], None]) -> None:
         """Have a use's hooks added by `listen` at the end of the forward."""
@@ -294,6 +301,11 @@ class Forwards:
         self._local.by_row.update({node: (use, others) for node, others in nodes.items()})
         if (watch := self._local.watch) and not any(map(watch.observer.is_picked, inputs)):
             watch.observer.unpick(output)
+
+    def note_packed(self, site: int, packed: Packed, rows: Tensor) -> None:
+        """Note a call that was given a packed sequence, and the rows that it made, packed alike."""
+        if rows.grad_fn is not None:
+            self._local.packed.append((site, packed, (rows.grad_fn, rows.output_nr)))
 
     def note_outputs(self, site: int, outputs: Sequence[Tensor]) -> None:
         """Note in a watched forward whether data decided how many rows a call of a site made."""

@@ -1,4 +1,9 @@
-"""Packed sequences, whose rows lie step by step, and which sample each row is of."""
+"""Packed sequences, whose rows lie step by step, and which sample each row is of.
+
+Each batch has other lengths, and so takes other rows. The nodes that packed a sequence, and those
+that padded what a layer made of it, keep each row in its sample if their indices are the
+sequence's own.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
+from ..graph.nodes import COPY_SLICES, Edge, Graph, Node, shape_of
+from ..graph.owners import owners_within, set_flags
+from ..graph.unpacking import saved_value
 from ..refusals import cause
 
 
@@ -18,21 +26,78 @@ class Packed:
     those of Packing in csrc/layers/recurrence.h. samples: of each row."""
 
     def __init__(self, sequence: PackedSequence) -> None:
-        self.data, sizes, self._sorted, unsorted = sequence
+        self.data, sizes, self._sorted, self._unsorted = sequence
         self.rows = int(sizes[0])
         is_row = torch.arange(self.rows, device="cpu") < sizes[:, None]  # [T, N], sorted by length
         steps, samples = (t.to(self.data.device) for t in is_row.nonzero(as_tuple=True))
-        self.fields = [sizes, steps * self.rows + samples, self._sorted, unsorted]
+        self.fields = [sizes, steps * self.rows + samples, self._sorted, self._unsorted]
         self.samples = samples if self._sorted is None else self._sorted[samples]
         self._places = steps * self.rows + self.samples
+        self._own: list[Node] = []  # that took rows of it
 
     def sort(self, state: Tensor) -> Tensor:
         """Return a state [layers, N, H] with the samples sorted by length."""
-        return state if self._sorted is None else state.index_select(1, self._sorted)
+        return state if self._sorted is None else self._note(state.index_select(1, self._sorted))
 
     def pack(self, y: Tensor) -> Tensor:
         """Return the rows of a padded tensor [N, T, *] in this sequence's order."""
-        return y.transpose(0, 1).flatten(0, 1).index_select(0, self._places)
+        return self._note(y.transpose(0, 1).flatten(0, 1).index_select(0, self._places))
+
+    def _note(self, taken: Tensor) -> Tensor:
+        self._own += [taken.grad_fn] if taken.grad_fn else []
+        return taken
+
+    def nodes(self, graph: Graph, end: Edge) -> list[Node]:
+        """Return the nodes that are known to keep each row in its sample, whatever the lengths: of
+        the packing below, and of the padding above the rows of an edge `end`, packed alike."""
+        order, back = self._sorted, self._unsorted
+        is_back = order is None or (back is not None and bool((order[back].diff() == 1).all()))
+        return [*self._own, *self._packing(), *self._padding(graph, end)] if is_back else []
+
+    def _packing(self) -> list[Node]:
+        """Return the nodes of pack_padded_sequence(), if it made the sequence."""
+        pack: Node | None = self.data.grad_fn
+        if pack is None or pack.name() != "PackPaddedSequenceBackward0":
+            return []
+        sizes, dim = saved_value(pack, "result1"), 1 - pack._saved_batch_first
+        if sizes is None or not torch.equal(sizes, self.fields[0]):
+            return []
+        order, sort = self._sorted, pack.next_functions[0][0]
+        sorts = [] if order is None else _selects(sort, order, dim)
+        return [pack, *sorts] if sorts or order is None else []
+
+    def _padding(self, graph: Graph, end: Edge) -> list[Node]:
+        """Return the nodes of pad_packed_sequence(), if it put each row into its sample."""
+
+        def above(node: Node) -> Node | None:
+            return graph.parents[node][0][0] if len(graph.parents[node]) == 1 else None
+
+        of_slices = {COPY_SLICES, "SliceBackward0", "ViewBackward0"}
+        found = graph.climb([end[0]], lambda _, v: v is end[0] or v.name() in of_slices)
+        inside = {v for v in found if v.name() in of_slices}
+        tops = [v for v in inside if inside.isdisjoint(p for p, _ in graph.parents[v])]
+        grid = shape_of(tops[0], 0)[:2] if len(tops) == 1 else ()
+        if grid[1:] != (self.rows,):
+            return []
+        top, dim, order = above(tops[0]), 1, self._sorted
+        if top is not None and top.name() == "TransposeBackward0":
+            inside.add(top)
+            top, dim = above(top), 0
+        columns = torch.arange(self.rows, device=self.samples.device) if order is None else order
+        rows = columns.repeat(grid[0])
+        owned = owners_within((tops[0], 0), rows, inside, self.rows, grid, {}).get(end)
+        if owned is None or set_flags([owned]) or not torch.equal(owned.owners, self.samples):
+            return []
+        last = [] if self._unsorted is None else _selects(top, self._unsorted, dim)
+        return [*inside, *last] if last or self._unsorted is None else []
+
+
+def _selects(node: Node | None, index: Tensor, dim: int) -> list[Node]:
+    """Return a node if it selected by this index along a dimension; else nothing."""
+    if node is None or node.name() != "IndexSelectBackward0" or node._saved_dim != dim:
+        return []
+    saved = saved_value(node, "index")
+    return [node] if saved is not None and torch.equal(saved, index) else []
 
 
 def samples_of(out: Any, n: int) -> Tensor | None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..extension import _C
 from ..graph.layout import BATCH
@@ -19,6 +20,7 @@ from ..layers.rules import Layer
 from ..layers.table import declared_layout
 from . import through_time
 from .native import Context, make_core
+from .packed import Packed
 from .rerun import FallbackSite
 
 
@@ -40,7 +42,11 @@ class RecurrentSite(FallbackSite):
         is_trained = any(p is not None and p.requires_grad for p in module._parameters.values())
         served = run is not None and is_trained and through_time.can_serve(module, input, hx)
         if served and through_time.has_same_bits(module, input):
-            return through_time.run(self._run_layer, module, input, hx)
+            packed = Packed(input) if isinstance(input, PackedSequence) else None
+            out = through_time.run(self._run_layer, module, input, hx, packed)
+            if packed is not None:
+                self._audit.forwards.note_packed(self._index, packed, out[0].data)
+            return out
         if run is not None and is_trained and self._needs_kernel and not served:
             run.refuse(self._index, "no_kernel")
         self._before_forward(module, (input, hx), {})

@@ -31,11 +31,13 @@ CELLS = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}  # Cell in csrc/laye
 RunLayer = Callable[..., tuple[Tensor, Any, Any]]
 
 
-def run(layer: RunLayer, module: Any, input: Any, hx: Any = None) -> Any:
-    """Return the outputs of the stock forward."""
+def run(
+    layer: RunLayer, module: Any, input: Any, hx: Any = None, packed: Packed | None = None
+) -> Any:
+    """Return the outputs of the stock forward. packed: of a packed input, if it is made already."""
     if isinstance(module, nn.RNNCellBase):
         return _run_cell(layer, module, input, hx)
-    packed = Packed(input) if isinstance(input, PackedSequence) else None
+    packed = Packed(input) if packed is None and isinstance(input, PackedSequence) else packed
     x = packed.data if packed else input  # [N, T, I], or the rows [total, I] of a packed sequence
     transposes = not (packed or module.batch_first)
     if transposes:
