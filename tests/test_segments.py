@@ -192,6 +192,12 @@ PACKED, LINES = [[0, 0, 1, 1, 1], [2, 3, 3, 3, 3]], [[1] * 5, [0] * 5, [0] * 5]
 turn = identity(lambda g: 2 * g)  # a user's Function
 
 
+def written(m, x):
+    h, out = m.b(x), torch.zeros_like(x)
+    out[:, 2:], out[:, :2] = h[:, 2:], torch.tanh(h[:, :2])
+    return m.b(out)
+
+
 @pytest.mark.parametrize(("function", "ids", "own"), [
     (lambda m, x: m.b(m.b(x))[:, :-1].log_softmax(-1)[..., 1], PACKED, lambda ids: ids[:, :-1]),
     (lambda m, x: m.b(m.b(x)[:, 1:].tanh()) + m.b(x).sum() * 0, PACKED, lambda ids: ids[:, 1:]),
@@ -199,6 +205,7 @@ turn = identity(lambda g: 2 * g)  # a user's Function
     (lambda m, x: F.linear(m.t((x[..., 0] > 0).long()) + m.b(x), m.t.weight), PACKED, torch.clone),
     (lambda m, x: m.b(x) * (1 + m.b.bias) @ m.b.weight.mT.exp(), PACKED, torch.clone),
     (lambda m, x: m.b(turn(torch.relu(m.b(x)))), PACKED, torch.clone),
+    (written, PACKED, torch.clone),
     (lambda m, x: torch.cat(F.linear(m.b(x), m.b.weight).split([1, 2], 1), 1)
      * (torch.arange(6).view(2, 3, 1) > 0), [[-1, 0, 0], [1, 1, 1]], torch.clone),
     (lambda m, x: F.linear(m.b(x), m.b.weight)[:, -1], [[0] * D] * 2, torch.clone),
