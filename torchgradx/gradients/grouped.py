@@ -24,7 +24,7 @@ from ..plan.cost import CODES, plan, rounded
 from ..plan.gpu import Problem, gpu_of
 from ..reference.chunks import accumulation_dtype, add_rows
 from . import products
-from .by_sample import Factored, Gradients, sq_norms
+from .by_sample import Factored, Gradients, along, in_full, size, sq_norms, total, weighted
 from .elementwise import CAST, elementwise_product, is_elementwise, is_transpose, sum_broadcast
 from .outer import Outer, lookup_product
 
@@ -54,10 +54,10 @@ class Pairs:
         lengths = lengths.index_add_(0, of_rows, torch.ones_like(of_rows))[:pairs]
         return Pairs(count, matrices, of_rows, lengths)
 
-    @staticmethod
-    def of_single(owners: Tensor, count: int) -> Pairs:
-        """Return the pairs of rows that one matrix multiplies."""
-        return Pairs.of(owners, torch.zeros_like(owners), count, 1)
+    def joined(self, other: Pairs) -> Pairs:
+        """Return the pairs of the rows of both, one after the other."""
+        of_rows = torch.cat([self.of_rows, other.of_rows])
+        return Pairs(self.count, self.matrices, of_rows, self.lengths + other.lengths)
 
     @cached_property
     def segments(self) -> tuple[Any, list[tuple[int, int]]]:
@@ -92,6 +92,19 @@ class Grouped(Factored):
 
     def __len__(self) -> int:
         return self.pairs.count
+
+    def added(self, other: Gradients) -> Gradients:
+        if not isinstance(other, Grouped) or other.pairs.matrices != self.pairs.matrices:
+            return super().added(other)
+        pairs = zip(self.operands, other.operands, strict=True)
+        left, right = (torch.cat(pair) for pair in pairs)
+        return replace(self, left=left, right=right, pairs=self.pairs.joined(other.pairs))
+
+    def to(self, dtype: torch.dtype) -> Grouped:
+        return replace(self, left=self.left.to(dtype), right=self.right.to(dtype))
+
+    def transposed(self) -> Grouped:
+        return replace(self, left=self.right, right=self.left)
 
     def of_biases(self) -> Tensor:
         """Return [N, E, B]: the sums of `right`, where `left` is ones."""
@@ -150,30 +163,78 @@ class Grouped(Factored):
         return self._sum(left, right * by_row)
 
 
-def has_rows_of_owners(node: Node) -> bool:
-    """Return True if product_by_owner() has the product of a node."""
-    names = {*products.ROWS, products.EMBEDDING, GROUPED} - {"BmmBackward0"}
-    return node.name() in names or is_elementwise(node)
+def operand_of_owners(node: Node) -> int | None:
+    """Return the operand that product_by_owner() has the product for, -1 for any; None: it knows
+    no such node."""
+    name = node.name()
+    if name == "RepeatBackward0":  # of one row
+        own = [size for size in shape_of(*node.next_functions[0]) if size > 1]
+        return -1 if [*shape_of(node, 0)][-len(own) or None :] == own else None
+    if name == GROUPED:
+        return 1
+    if name == products.EMBEDDING or products.takes_rows(node):
+        return 0
+    if name in products.ROWS and name != "BmmBackward0":
+        return products.ROWS[name][1]
+    return -1 if is_elementwise(node) else None
+
+
+@dataclass(frozen=True)
+class Selected(Factored):
+    """Gradients [N, E, *] of which only some rows along E are not zero."""
+
+    of: Any  # the gradients [N, *] of one row, or of these rows [N, K, *]
+    rows: range
+    shape: Sequence[int]  # [E, *]
+    is_slice: bool  # else one row
+
+    @property
+    def operands(self) -> list[Tensor]:
+        return [self.of] if isinstance(self.of, Tensor) else self.of.operands
+
+    def to(self, dtype: torch.dtype) -> Selected:
+        return replace(self, of=self.of.to(dtype))
+
+    def transposed(self) -> Selected:
+        return replace(self, of=self.of.mT if isinstance(self.of, Tensor) else self.of.transposed())
+
+    def _among_others(self, some: Tensor) -> Tensor:
+        """Return [*, *shape] for these rows, [*, elements]."""
+        some = some.unflatten(-1, (len(self.rows), -1))
+        full = some.new_zeros(*some.shape[:-2], self.shape[0], some.shape[-1])
+        full[..., self.rows.start : self.rows.stop, :] = some
+        return full.view(*some.shape[:-2], *self.shape)
+
+    def in_full(self) -> Tensor:
+        return self._among_others(in_full(self.of).flatten(1))
+
+    def total(self) -> Tensor:
+        return self._among_others(total(self.of).flatten())
+
+    def size(self) -> float:
+        return size(self.of)
+
+    def sq_norms(self) -> Tensor:
+        return sq_norms(self.of)
+
+    def along(self, direction: Tensor) -> Tensor:
+        some = direction[self.rows.start : self.rows.stop]
+        return along(self.of, some if self.is_slice else some[0])
+
+    def weighted(self, factors: Tensor) -> Tensor:
+        return self._among_others(weighted(self.of, factors).flatten())
 
 
 def pass_matrices(node: Node, g: Gradients | None) -> Sequence[Gradients] | None:
-    """Return what pass_factors() does; also of a node that selects one of several matrices."""
-    index = products.selected_matrix(node)
-    if index is not None and isinstance(g, Outer) and g.left.dim() == 3:
-        left, right = (t.flatten(0, 1) for t in g.operands)
-        owners = torch.arange(len(g), device=left.device).repeat_interleave(g.left.shape[1])
-        g = Grouped(left, right, Pairs.of_single(owners, len(g)), is_single=True)
-    if not isinstance(g, Grouped):
+    """Return what pass_factors() does, also for gradients of several matrices, and of some rows."""
+    edge, rows = node.next_functions[0], products.selected_rows(node)
+    if rows and g is not None:
+        return [Selected(g, rows, shape_of(*edge), node.name() == "SliceBackward0")]
+    if not isinstance(g, (Grouped, Selected)):
         return products.pass_factors(node, g)
-    if index is not None and g.is_single:
-        matrices = shape_of(*node.next_functions[0])[0]
-        matrix = torch.full_like(g.pairs.of_rows, index)
-        pairs = Pairs.of(g.pairs.of_rows, matrix, len(g), matrices)
-        return [replace(g, pairs=pairs, is_single=False)]
     if node.name() == CAST:
-        dtype = dtype_of(*node.next_functions[0])
-        return [replace(g, left=g.left.to(dtype), right=g.right.to(dtype))]
-    return [replace(g, left=g.right, right=g.left)] if is_transpose(node) else None
+        return [g.to(dtype_of(*edge))]
+    return [g.transposed()] if is_transpose(node) else None
 
 
 def product_by_owner(
@@ -186,22 +247,26 @@ def product_by_owner(
         matrix, count = torch.bucketize(rows, ends, right=True), len(ends)
         return Grouped(node._saved_self, g, Pairs.of(owners, matrix, n, count))
     summed = summed_by_owner(node, operand, g, owners, n)
-    is_lookup = node.name() == products.EMBEDDING
-    saved, place = ("_saved_indices", 0) if is_lookup else products.ROWS.get(node.name(), ("", -1))
+    saved, place = products.ROWS.get(node.name(), ("", 0))
     if summed is not None or operand != place or g.is_complex() or products.scales_by_count(node):
         return summed
-    rows, g = getattr(node, saved), g.flatten(0, -2)
-    rows, each = rows.flatten(0, -1 if is_lookup else -2), len(g) // max(1, len(owners))
+    if saved:
+        rows, g = (t.flatten(0, -2) for t in (getattr(node, saved), g))
+    else:
+        is_index = products.takes_rows(node)
+        rows = (products.row_numbers(node) if is_index else node._saved_indices).flatten()
+        g = g.reshape(len(rows), -1)
+    each = len(g) // max(1, len(owners))
     if len(g) != each * len(owners):
         return None  # the owners are of other rows
     owners, g = owners.repeat_interleave(each), g * getattr(node, "_saved_alpha", 1)
     counts = torch.bincount(owners, minlength=n + 1)[:n].tolist()
-    if not is_lookup and n * max(counts) > MAX_PADDING * len(g):
-        return Grouped(rows, g, Pairs.of_single(owners, n), is_single=True)
+    if saved and n * max(counts) > MAX_PADDING * len(g):
+        return Grouped(rows, g, Pairs.of(owners, torch.zeros_like(owners), n, 1), is_single=True)
     parts = split(owners, counts, rows, g)
     rows, g = (pad_sequence([*part], True) for part in zip(*parts, strict=True))  # [N, T, *]
-    if is_lookup:
-        return lookup_product(node, rows, g)
+    if not saved:
+        return (products.rows_product if is_index else lookup_product)(node, rows, g)
     outer = Outer(rows, g)
     return outer.in_full() if prod(outer.shape) < sum(outer.shape) * g.shape[1] else outer
 

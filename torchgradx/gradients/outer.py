@@ -78,7 +78,7 @@ class Outer(OfWeight):
 
 @dataclass(frozen=True)
 class LookedUp(Factored):
-    """Gradients [N, V, D] of a table; that of a sample has its rows added at their ids."""
+    """Gradients [N, V, D] of a table [V, *]; that of a sample has its rows added at their ids."""
 
     ids: Tensor  # [N, T]
     rows: Tensor  # [N, T, D]
@@ -107,7 +107,7 @@ class LookedUp(Factored):
         return ops.embedding_sq_norms(self.ids, self.rows)
 
     def along(self, direction: Tensor) -> Tensor:
-        return (direction[self.ids] * self.rows.to(direction.dtype)).sum((1, 2))
+        return (direction.flatten(1)[self.ids] * self.rows.to(direction.dtype)).sum((1, 2))
 
     def weighted(self, factors: Tensor) -> Tensor:
         wide, factors = accumulation_dtype(self.dtype), factors.view(-1, 1, 1)

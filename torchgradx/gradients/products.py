@@ -43,6 +43,7 @@ MAX_LOOPED = 8  # samples; for fewer a loop is faster than to set up vmap
 CONVOLUTION = "ConvolutionBackward0"
 EMBEDDING = "EmbeddingBackward0"
 INDEX = "IndexBackward0"
+INDEX_SELECT = "IndexSelectBackward0"
 # Nodes of rows @ b: the attribute with the saved rows, and the operand b.
 ROWS = {
     "MmBackward0": ("_saved_self", 1),
@@ -83,11 +84,17 @@ BY_ROWS: dict[str, Callable[[Node, Rowwise], Sequence[Gradients] | None]] = {
 }
 
 
-def selected_matrix(node: Node) -> int | None:
-    """Return the index of the matrix that a node selects from several; None: another node."""
-    if node.name() != "SelectBackward0" or to_signed(node._saved_dim):
+def selected_rows(node: Node) -> range | None:
+    """Return the rows along the first dimension that a select or a slice takes; None: another
+    node."""
+    if node.name() not in ("SelectBackward0", "SliceBackward0") or to_signed(node._saved_dim):
         return None
-    return to_signed(node._saved_index) % shape_of(*node.next_functions[0])[0]
+    count = shape_of(*node.next_functions[0])[0]
+    if node.name() == "SelectBackward0":
+        index = to_signed(node._saved_index) % count
+        return range(index, index + 1)
+    start, end = map(to_signed, (node._saved_start, node._saved_end))
+    return range(count)[start:end] if node._saved_step == 1 else None
 
 
 def keeps_rows(node: Node) -> bool:
@@ -95,7 +102,7 @@ def keeps_rows(node: Node) -> bool:
     if node.name() in ELEMENTWISE:
         shapes = {shape_of(*edge) for edge in node.next_functions if edge[0]} - {shape_of(node, 0)}
         return all(prod(shape) == 1 for shape in shapes)
-    selects = selected_matrix(node) is not None and len(shape_of(node, 0)) == 2
+    selects = selected_rows(node) is not None and len(shape_of(node, 0)) == 2
     known = selects or is_leaf(node) or node.name() in {CAST, *BY_ROWS}
     return known or is_passthrough(node) or is_transpose(node)
 
@@ -108,21 +115,27 @@ def makes_in_full(node: Node) -> bool:
 
 def in_closed_form(node: Node) -> bool:
     known = node.name() in {*ROWS, CONVOLUTION, EMBEDDING, INDEX_PUT, MV}
-    return known or is_elementwise(node) or _takes_rows(node)
+    return known or is_elementwise(node) or takes_rows(node)
 
 
-def _takes_rows(node: Node) -> bool:
-    """Return True if a node takes rows from a matrix, as in table[ids], or from a small table of
-    any dimensions, as in table[i, j]."""
+def takes_rows(node: Node) -> bool:
+    """Return True if a node takes rows from a table, as in table[ids], or elements from a small
+    one, as in table[i, j]. A table that is no matrix is a parameter itself."""
+    operand, _ = edge = node.next_functions[0]
+    if node.name() == INDEX_SELECT:
+        return node._saved_dim == 0 and (len(shape_of(*edge)) == 2 or is_leaf(operand))
     if node.name() != INDEX:
         return False
-    shape, indices = shape_of(*node.next_functions[0]), node._saved_indices
-    fits = (len(shape), len(indices)) == (2, 1) or prod(shape) <= MAX_TABLE
-    return fits and all(ids is not None and ids.dtype == torch.long for ids in indices)
+    shape, indices = shape_of(*edge), node._saved_indices
+    fits = len(indices) == 1 and (len(shape) == 2 or is_leaf(operand))
+    is_long = all(ids is not None and ids.dtype == torch.long for ids in indices)
+    return is_long and (fits or prod(shape) <= MAX_TABLE)
 
 
-def _row_numbers(node: Node) -> Tensor:
+def row_numbers(node: Node) -> Tensor:
     """Return the numbers of the rows that a node takes."""
+    if node.name() == INDEX_SELECT:
+        return node._saved_index
     shape, indices = shape_of(*node.next_functions[0]), node._saved_indices
     numbers = indices[0] % shape[0]
     for ids, size in zip(indices[1:], shape[1:], strict=False):
@@ -130,12 +143,15 @@ def _row_numbers(node: Node) -> Tensor:
     return numbers
 
 
-def _rows_product(node: Node, numbers: Tensor, g: Tensor) -> Gradients:
+def rows_product(node: Node, numbers: Tensor, g: Tensor) -> Gradients:
     """Return the product for a table that rows are taken from. numbers, g: by sample [N, *]."""
-    n, shape, dims = len(g), shape_of(*node.next_functions[0]), len(node._saved_indices)
+    operand, _ = edge = node.next_functions[0]
+    n, shape = len(g), shape_of(*edge)
+    dims = 1 if node.name() == INDEX_SELECT else len(node._saved_indices)
     rows = g.reshape(n, -1, prod(shape[dims:]))
     product = LookedUp(numbers.reshape(n, -1), rows, prod(shape[:dims]))
-    return product if (len(shape), dims) == (2, 1) else product.in_full().view(n, *shape)
+    is_table = dims == 1 and (len(shape) == 2 or is_leaf(operand))
+    return product if is_table else product.in_full().view(n, *shape)
 
 
 def scales_by_count(node: Node) -> bool:
@@ -187,8 +203,8 @@ def _product_of_rows(node: Node, operand: int, g: Tensor, layout: int, n: int) -
     if name == EMBEDDING:
         ids, grads = (split_samples(t, layout, n) for t in (node._saved_indices, g))
         return lookup_product(node, ids, grads)
-    if _takes_rows(node):
-        return _rows_product(node, *(split_samples(t, layout, n) for t in (_row_numbers(node), g)))
+    if takes_rows(node):
+        return rows_product(node, *(split_samples(t, layout, n) for t in (row_numbers(node), g)))
     if name == CONVOLUTION:
         return _convolution(node, operand, g, layout, n)
     saved, place = ROWS.get(name, ("", -1))
@@ -245,8 +261,8 @@ def closed_form_below(
     elif name in POINTWISE and not g.is_complex() and shape == shape_of(node, 0):
         factor = ask(torch.ones_like(g[0]))[operand]
         product = None if factor is None else g * factor
-    elif _takes_rows(node):
-        return _rows_product(node, _row_numbers(node).flatten().expand(len(g), -1), g)
+    elif takes_rows(node):
+        return rows_product(node, row_numbers(node).flatten().expand(len(g), -1), g)
     return None if product is None else product.to(dtype_of(*node.next_functions[operand]))
 
 

@@ -11,6 +11,7 @@ tensor, as many of them as multiply to len(owners).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -33,9 +34,10 @@ BROADCASTING = ("AddB", "Addc", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow
 MAX_FLAGS = 8  # of one output
 ATTENTION = "ScaledDotProduct"  # how the names of its nodes begin
 OWN, UNORDERED, MIXED = 1, 2, 4  # see own_rows()
+BMM = "BmmBackward0"
 # The operand of a product that has the rows of the output.
-ROWS_OPERAND = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, "BmmBackward0": 0,
-                "GroupedMmBackward0": 0, "LinearBackward0": 0, "MmBackward0": 0,
+ROWS_OPERAND = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, BMM: 0,
+                "GroupedMmBackward0": 0, "LinearBackward0": 0, "MmBackward0": 0, "MvBackward0": 0,
                 "torchgradx::LayerBackward": 0}  # fmt: skip
 
 
@@ -49,11 +51,16 @@ class Owned:
 
 
 def owners_below(
-    outputs: Iterable[Tensor], heads: dict[Edge, Owned], n: int, grid: Sizes
-) -> tuple[dict[Edge, Owned], set[str], Tensor | None]:
-    """Return the owners by edge, the names of the graph's nodes, and the first attention mask.
-    heads: the owners of the outputs. grid: the sizes of the rows of the model's inputs."""
-    walk = _Walk(n, tuple(grid), {})
+    outputs: Iterable[Tensor],
+    heads: dict[Edge, Owned],
+    n: int,
+    grid: Sizes,
+    has_rows: Callable[[Node], bool],
+) -> tuple[dict[Edge, Owned], Counter[Edge], set[str], Tensor | None]:
+    """Return the owners by edge, from how many of its consumers they came, the names of the graph's
+    nodes, and the first attention mask. heads: the owners of the outputs. grid: the sizes of the
+    rows of the model's inputs. has_rows: whether what a node made has rows of a layer's."""
+    walk = _Walk(n, tuple(grid), {}, has_rows)
     walk.found.update(heads)
     names: set[str] = set()
     first_mask: Tensor | None = None
@@ -67,7 +74,7 @@ def owners_below(
         names.add(name)
         if not is_leaf(node):
             walk.descend(node)
-    return walk.found, names, first_mask
+    return walk.found, walk.consumers, names, first_mask
 
 
 def owners_within(
@@ -122,7 +129,9 @@ def owners_by(owned: Owned, shape: Sizes, rows: Sizes) -> Tensor | None:
     length, count = len(owned.owners), prod(rows)
     if length == count:
         return owned.owners
-    is_finer = count % length == 0 and length in _counts(shape) and length in _counts(rows)
+    is_finer = (
+        length and count % length == 0 and length in _counts(shape) and length in _counts(rows)
+    )
     return owned.owners.repeat_interleave(count // length) if is_finer else None
 
 
@@ -139,9 +148,16 @@ def leading(shape: Sizes, length: int) -> int:
 class _Walk:
     """Owners found so far, on the way down."""
 
-    def __init__(self, n: int, grid: tuple[int, ...], only: Mapping[Node, int]) -> None:
-        self._n, self._grid, self._only = n, grid, only
+    def __init__(
+        self,
+        n: int,
+        grid: tuple[int, ...],
+        only: Mapping[Node, int],
+        has_rows: Callable[[Node], bool] = lambda _: True,
+    ) -> None:
+        self._n, self._grid, self._only, self._of_layers = n, grid, only, has_rows
         self.found: dict[Edge, Owned] = {}
+        self.consumers = Counter[Edge]()  # of which the owners of an edge are known
 
     def descend(self, node: Node) -> None:
         """Find the owners of a node's operands from those of its outputs."""
@@ -157,7 +173,9 @@ class _Walk:
             if child is None or is_leaf(child) or not self._has_rows(node, name, operand):
                 continue
             shape = shape_of(child, number)
-            for owned in rule(self, node, outs, operand, shape):
+            found = list(rule(self, node, outs, operand, shape))
+            self.consumers[child, number] += bool(found)
+            for owned in found:
                 path = hash((name, operand, owned.path))
                 self._merge((child, number), shape, Owned(owned.owners, path, owned.flags))
 
@@ -168,9 +186,10 @@ class _Walk:
         if by is not None and by.is_cpu and not by.dim() and not by:
             return False
         only = self._only.get(node, ROWS_OPERAND.get(name))
-        if only is None or operand == only:
+        if only is None or operand == only or (name == BMM and node not in self._only):
             return True
-        return name == "MmBackward0" and node.next_functions[0][0] is None  # a data matrix @ rows
+        is_data = name == "MmBackward0" and node.next_functions[0][0] is None  # a matrix @ rows
+        return is_data and self._of_layers(node.next_functions[operand][0])
 
     def _merge(self, edge: Edge, shape: Sizes, new: Owned) -> None:
         """Note an edge's owners, on its device. Those that another path found must agree."""
@@ -263,6 +282,13 @@ class _Walk:
             elif dims > 0:
                 owners = out.owners.view(made[:dims]).permute(inverse).flatten()
                 yield Owned(owners, out.path, out.flags)
+
+    def cross_batched(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
+        """Cross a product of matrices [B, *]: the second ones have the owners of whole products."""
+        if operand == 0:
+            yield from self.cross_rowwise(node, outs, operand, shape)
+        elif len(outs[0].owners) == shape[0]:
+            yield outs[0]
 
     def cross_attention(
         self, node: Node, outs: Outs, operand: int, shape: Sizes
@@ -383,6 +409,7 @@ OWNER_RULES: dict[str, OwnerRule] = {
     f"{name}Backward0": rule
     for rule, names in {
         _Walk.cross_permute: ("Transpose", "Permute"),
+        _Walk.cross_batched: ("Bmm",),
         _Walk.cross_part: ("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "UnsafeSplit"),
         _Walk.cross_concat: ("Cat", "Stack"),
         _Walk.cross_indexed: ("Gather", "Index", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -116,6 +117,7 @@ class Ownership(NamedTuple):
 
     inputs: Inputs
     below: dict[Any, Owned]  # by node and output
+    consumers: Counter[Any]  # by the same: of how many consumers the owners are known
     names: set[str]  # of its nodes
 
     def at(self, node: Any, number: int, leads: list[int]) -> Owned | None:

@@ -9,6 +9,7 @@ experts that were hit makes another graph in each step. A segment is the rows of
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -127,7 +128,13 @@ class SegmentExaminer:
                  is not None]  # fmt: skip
         if uses and not heads:
             return [(-1, "segments_outputs")], []
-        graph, mask, heads = self._walk(inputs, [t for t, _ in both], heads)
+        if (watch := forward.trace.watch) is not None:
+            forward.trace.memory.note_constants(uses, watch.observer.is_constant)
+        constant, outputs = forward.trace.memory.tables(uses), [t for t, _ in both]
+        given = [node for k, (*_, node, _) in enumerate(uses) if k not in constant and node]
+        above = cache(lambda: {*Graph(outputs).climb(given, lambda *_: True)})
+        has_rows = lambda node: node in above()  # noqa: E731
+        graph, mask, heads = self._walk(inputs, outputs, heads, has_rows)
         joined = (-1, cause("segments_mixed", shape=inputs.grid))
         refusals: Refusals = [joined] * inputs.are_joined_by(mask)
         owned = [self._owners_of(graph, use) for use in uses]
@@ -142,7 +149,8 @@ class SegmentExaminer:
         def is_mixed(one: Owned | None) -> bool:
             return one is not None and any(id(flag) in mixed for flag in one.flags)
 
-        lifts, plan_of = self._find_lifts(forward, graph, sites, lambda k: is_mixed(owned[k]))
+        tables = [k for k in constant if is_mixed(owned[k])]
+        lifts, plan_of = self._find_lifts(forward, tables, graph, has_rows, sites)
         mixed |= set_flags(one for *_, one in lifts)
         uses += [(site, shape_of(node, 0), node, 0) for _, site, node, _ in lifts]
         pairs = list(zip(uses, [*owned, *(one for *_, one in lifts)], strict=True))
@@ -154,7 +162,7 @@ class SegmentExaminer:
         is_new = any(key is not None and not self._audit.knows(key) for key in keys)
         proven = [True] * len(uses)
         if is_new and (n > 1 or pads) and self._options["check"] != "off":
-            proven = self._prove(graph, heads, pairs, layouts)
+            proven = self._prove(graph, heads, pairs, layouts, len(forward.uses))
         run.segments = segments
         plan: LiftPlan | None = None
         if lifts:
@@ -177,27 +185,22 @@ class SegmentExaminer:
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 
     def _find_lifts(
-        self,
-        forward: Forward,
-        shown: Ownership,
-        sites: Collection[int] | None,
-        is_mixed: Callable[[int], bool],
+        self, forward: Forward, tables: Sequence[int], *found: Any
     ) -> tuple[list[LiftEnd], Any]:
-        """Return what Lift.find_by_owner() returns. is_mixed: whether a use's rows are."""
-        watch, memory = forward.trace.watch, forward.trace.memory
-        if watch is not None:
-            memory.note_constants(forward.uses, watch.observer.is_constant)
-        constant = memory.tables(forward.uses)
-        tables = [k for k in constant if is_mixed(k)]
+        """Return what Lift.find_by_owner() returns."""
         key = forward.run.structure, forward.trace.nodes, forward.trace.regime
         if not tables and key == self._without_lifts:
             return [], None
-        ends, plan = self._audit.lift.find_by_owner(forward, constant, tables, shown, sites)
-        self._without_lifts = None if ends or sites else key
+        ends, plan = self._audit.lift.find_by_owner(forward, tables, *found)
+        self._without_lifts = None if ends or found[-1] else key
         return ends, plan
 
     def _walk(
-        self, inputs: Inputs, outputs: Sequence[Tensor], heads: list[tuple[Tensor, Tensor]]
+        self,
+        inputs: Inputs,
+        outputs: Sequence[Tensor],
+        heads: list[tuple[Tensor, Tensor]],
+        has_rows: Callable[[Node], bool],
     ) -> tuple[Ownership, Tensor | None, list[tuple[Tensor, Tensor]]]:
         """Return the owners below the outputs, the first attention mask, and the heads that count.
         heads: outputs with owners. With a line [T] for each sample, an output [N] that words are
@@ -207,8 +210,9 @@ class SegmentExaminer:
             ends = {(t.grad_fn, t.output_nr): Owned(rows, hash(len(rows) == inputs.n))
                     for t, rows in heads}  # fmt: skip
             ends.update(inputs.sliced)
-            found, names, mask = owners_below(outputs, ends, inputs.n, inputs.grid)
-            return Ownership(inputs, found, names), mask
+            found: Any
+            *found, mask = owners_below(outputs, ends, inputs.n, inputs.grid, has_rows)
+            return Ownership(inputs, *found), mask
 
         words = [head for head in heads if len(head[1]) != inputs.n]
         if len(inputs.grid) == 2 and 0 < len(words) < len(heads) and not inputs.has_shared_lines:
@@ -296,10 +300,11 @@ class SegmentExaminer:
         return segments, layouts
 
     def _prove(
-        self, shown: Ownership, heads: OwnedHeads, uses: OwnedUses, layouts: Layouts
+        self, shown: Ownership, heads: OwnedHeads, uses: OwnedUses, layouts: Layouts, lifted: int
     ) -> list[bool]:
         """Return for each use True if weighted backwards confirm its owners, or if only Functions
-        of rows keep them from it, and sizes leave no doubt; else write the cause into `layouts`."""
+        of rows keep them from it, and sizes leave no doubt; else write the cause into `layouts`.
+        lifted: the first of the uses that are nodes to lift, of which zeros raise no doubt."""
         n = shown.inputs.n
         watched = [
             Watched(None if one is None else node, number, [len(one.owners)] if one else [1],
@@ -320,7 +325,7 @@ class SegmentExaminer:
                 layouts[k] = "segments_unproven"
             elif is_served and isinstance(layout, str):
                 layouts[k] = cause("segments_mixed", shape=list(use.shape))
-            elif is_served and layout == NOWHERE:
+            elif is_served and layout == NOWHERE and k < lifted:
                 layouts[k] = NOWHERE
             proven.append(is_served and isinstance(layout, int) and layout != NOWHERE)
         return proven

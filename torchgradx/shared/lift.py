@@ -18,7 +18,7 @@ from ..extension import _C, NATIVE, Pass
 from ..gradients import products
 from ..gradients.by_sample import GRADIENT_ELEMENTS
 from ..gradients.elementwise import is_passthrough
-from ..gradients.grouped import has_rows_of_owners
+from ..gradients.grouped import operand_of_owners
 from ..graph.functions import is_users
 from ..graph.layout import Finding
 from ..graph.nodes import Graph, Node, is_leaf, reach, shape_of
@@ -118,32 +118,37 @@ class Lift:
     def find_by_owner(
         self,
         forward: Any,
-        constant: Collection[int],
         tables: Sequence[int],
         shown: Ownership,
-        sites: Collection[int] | None = None,
+        has_rows: Callable[[Node], bool],
+        sites: Collection[int] | None,
     ) -> tuple[list[LiftEnd], Callable[[Mapping[Node, Any]], LiftPlan]]:
         """Return where tables, and parameters that are read beside kernels, enter rows with owners;
-        and what makes the plan of these uses of the layouts of the rows. constant: uses whose
-        inputs are the same for any batch; of the others' outputs no node above is. sites: which may
-        be lifted; None: all."""
+        and what makes the plan of these uses of the layouts of the rows. has_rows: whether a node
+        is above a layer that was given rows. sites: which may be lifted; None: all."""
         uses, ends = self._uses(forward), dict[Node, Owned]()
         beside = uses.find_beside()
         graph, called = uses.prune_graph(tables, beside)
         reads = uses.find_reads(graph, called, beside)
-        asking = Asking(forward.n, graph, has_rows_of_owners)
+        asking = Asking(forward.n, graph, lambda node: operand_of_owners(node) is not None)
         groups = [group for group in self._climbs(asking, uses, tables, beside, reads)
                   if sites is None or uses.site(group.use) in sites]  # fmt: skip
         mixed = set_flags(shown.below.values() if groups else ())
-        given = (node for k, node in enumerate(uses.nodes) if k not in constant and node)
-        above = cache(lambda: {*graph.climb(given, lambda *_: True)})
 
         def is_shared(node: Node) -> bool:
-            return is_leaf(node) or node not in above()
+            return is_leaf(node) or not has_rows(node)
+
+        def is_end(node: Node) -> bool:
+            """Return True if all that reads a node shows whose its rows are, or a layer's are."""
+            operand = operand_of_owners(node)
+            if operand is None or not (operand < 0 or is_shared(node.next_functions[operand][0])):
+                return False
+            is_whole = shown.consumers[node, 0] == len(graph.parents[node]) or node in graph.roots
+            return has_rows(node) or is_whole
 
         def is_below(_: int, node: Node) -> bool:
             one, shape = shown.below.get((node, 0)), shape_of(node, 0)
-            if one and has_rows_of_owners(node) and mixed.isdisjoint(map(id, one.flags)):
+            if one and mixed.isdisjoint(map(id, one.flags)) and is_end(node):
                 leads = shape[: max(1, min(leading(shape, len(one.owners)), len(shape) - 1))]
                 ends.update({node: one} if leads and (one := shown.at(node, 0, [*leads])) else {})
             return node not in ends and is_shared(node)
@@ -247,8 +252,9 @@ class Asking:
         if is_end:
             is_cheap = self._has_form(node) or (self.n == 1 and not is_users(node))
             return is_cheap and self.is_able(node, is_end)
-        is_small = not large or prod(shape_of(node, 0)) < large or products.keeps_rows(node)
-        return is_small and self.is_able(node, is_end)
+        edges = [(node, 0), *(edge for edge in node.next_functions if edge[0])]
+        is_small = not large or max(prod(shape_of(*edge)) for edge in edges) < large
+        return (is_small or products.keeps_rows(node)) and self.is_able(node, is_end)
 
 
 def _climb(n: int, plan: LiftPlan, uses: Uses) -> tuple[Match, Path | None]:

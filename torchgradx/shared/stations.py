@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from ..extension import _C, NATIVE
 from ..gradients.elementwise import ADD, CAST, is_elementwise, is_passthrough
-from ..gradients.products import selected_matrix
+from ..gradients.products import selected_rows
 from ..graph.layout import BATCH, SEQUENCE, Watched
 from ..graph.nodes import Graph, Node, Shape, coarsest_eps, dtype_of, is_leaf, nodes_below
 from .frontier import LiftPlan
@@ -24,7 +25,7 @@ class Leaf:
     is_alone: bool  # no other edge or use brings it a gradient
     calls: int = 0  # of its modules, for which the pass waits already
     edges: int = 0  # to the parameter, which the recorder counts; 0: it does not count them
-    parts: int = 1  # nodes that each select another matrix of it, if nothing else uses it
+    parts: int = 1  # nodes that each take other rows of it, if nothing else uses it
 
 
 @dataclass
@@ -118,14 +119,14 @@ def find_path(
                         leaf = replace(leaf, edges=len(graph.parents[node]))
                 if leaf:
                     station.leaves[operand] = leaf
-    uses: dict[int, list[int | None]] = {}  # by place: the matrices that nodes select; None: others
+    uses: dict[int, list[range | None]] = {}  # by place: the rows that nodes take; None: others
     for node, station in by_node.items():
         for leaf in station.leaves.values():
-            uses.setdefault(leaf.place, []).append(selected_matrix(node))
+            uses.setdefault(leaf.place, []).append(selected_rows(node))
     for station in by_node.values():
         for operand, leaf in station.leaves.items():
-            matrices, count = uses[leaf.place], len(uses[leaf.place])
-            if NATIVE and leaf.is_alone and None not in matrices and len({*matrices}) == count:
+            rows, count = uses[leaf.place], len(uses[leaf.place])
+            if NATIVE and leaf.is_alone and _are_apart(rows):
                 station.leaves[operand] = replace(leaf, parts=count)
             elif count > 1:
                 station.leaves[operand] = replace(leaf, is_alone=False)
@@ -143,6 +144,12 @@ def find_path(
             for operand in list(station.inward):
                 links += _shorten(graph, by_node, node, operand)
     return Path({node: s for node, s in by_node.items() if s.inward or s.leaves}, guarded, links)
+
+
+def _are_apart(rows: Sequence[range | None]) -> bool:
+    """Return True if all of these are known, and no two of them overlap."""
+    known = sorted((r.start, r.stop) for r in rows if r is not None)
+    return len(known) == len(rows) and all(a[1] <= b[0] for a, b in pairwise(known))
 
 
 def _shorten(graph: Graph, by_node: dict[Node, Station], node: Node, operand: int) -> list[Node]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..gradients.elementwise import CAST, LINKS, POINTWISE, is_transpose
 from ..gradients.grouped import GROUPED, Pairs
-from ..gradients.products import selected_matrix
+from ..gradients.products import selected_rows
 from ..graph.layout import Watched, owners
 from ..graph.nodes import Node, is_leaf, shape_of, to_signed
 from ..graph.owners import MAPPING, ROWS_OPERAND, Owned, owners_within
@@ -258,8 +258,8 @@ def _products_at(
 def _selected(node: Node) -> int | Tensor | None:
     """Return the index of the matrix that a node selects from a parameter; [R], if it has one for
     each row; None: it selects none."""
-    if (index := selected_matrix(node)) is not None:
-        return index
+    if node.name() == "SelectBackward0" and (rows := selected_rows(node)):
+        return rows.start
     ids = saved_value(node, "indices") if node.name() == "IndexBackward0" else None
     if not ids or len(ids) > 1 or ids[0].dtype != torch.long or ids[0].dim() != 1:
         return None

@@ -30,6 +30,7 @@ class Packed:
         self.rows = int(sizes[0])
         is_row = torch.arange(self.rows, device="cpu") < sizes[:, None]  # [T, N], sorted by length
         steps, samples = (t.to(self.data.device) for t in is_row.nonzero(as_tuple=True))
+        self._sizes = sizes
         self.fields = [sizes, steps * self.rows + samples, self._sorted, self._unsorted]
         self.samples = samples if self._sorted is None else self._sorted[samples]
         self._places = steps * self.rows + self.samples
@@ -60,7 +61,7 @@ class Packed:
         if pack is None or pack.name() != "PackPaddedSequenceBackward0":
             return []
         sizes, dim = saved_value(pack, "result1"), 1 - pack._saved_batch_first
-        if sizes is None or not torch.equal(sizes, self.fields[0]):
+        if sizes is None or not torch.equal(sizes, self._sizes):
             return []
         order, sort = self._sorted, pack.next_functions[0][0]
         sorts = [] if order is None else _selects(sort, order, dim)

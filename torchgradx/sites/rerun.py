@@ -54,7 +54,8 @@ class FallbackSite(Delivery):
         self._eps: dict[Any, float] = {}  # of gradients inside, by autocast and outputs' dtypes
         self._call = _CallOfThread()
         self._may_mix = isinstance(module, MAY_MIX)
-        has_kernels = NATIVE and context.options["backend"] == "auto"
+        self._has_owners = context.options["sample_ids"] is not None
+        has_kernels = NATIVE and context.options["backend"] == "auto" and not self._has_owners
         self._may_have_products = has_kernels and is_experts(module)
         self._had_products = False  # some call was served by expert products
         # Names and places for `called`, which knows a module's own parameters only.
@@ -62,7 +63,6 @@ class FallbackSite(Delivery):
         names_and_places = tuple(self._names.values()), tuple(self._names)
         self._slots = None if in_containers or self._may_mix else names_and_places
         self._hooks = Hooks(module)
-        self._has_owners = context.options["sample_ids"] is not None
         # A user's hook computes the weight before the forward: its nodes are the call's too.
         self._has_maker = any(map(makes_weight, module._forward_pre_hooks.values()))
         if self._has_maker:
