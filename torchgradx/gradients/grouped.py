@@ -6,7 +6,7 @@ A pair is a sample n and a matrix e, with the number n*E + e.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..extension import NATIVE
-from ..graph.nodes import Node, dtype_of, shape_of
+from ..graph.nodes import Edge, Node, dtype_of, shape_of
 from ..graph.segments import segments_from
 from ..graph.sizes import row_dims
 from ..plan.cost import CODES, plan, rounded
@@ -25,7 +25,7 @@ from ..plan.gpu import Problem, gpu_of
 from ..reference.chunks import accumulation_dtype, add_rows
 from . import products
 from .by_sample import Factored, Gradients, along, in_full, size, sq_norms, total, weighted
-from .elementwise import CAST, elementwise_product, is_elementwise, is_transpose, sum_broadcast
+from .elementwise import CAST, MV, elementwise_product, is_elementwise, is_transpose, sum_broadcast
 from .outer import Outer, lookup_product
 
 GROUPED = "GroupedMmBackward0"
@@ -163,20 +163,22 @@ class Grouped(Factored):
         return self._sum(left, right * by_row)
 
 
-def operand_of_owners(node: Node) -> int | None:
-    """Return the operand that product_by_owner() has the product for, -1 for any; None: it knows
-    no such node."""
-    name = node.name()
-    if name == "RepeatBackward0":  # of one row
-        own = [size for size in shape_of(*node.next_functions[0]) if size > 1]
-        return -1 if [*shape_of(node, 0)][-len(own) or None :] == own else None
-    if name == GROUPED:
-        return 1
+def operand_of_owners(node: Node, has_rows: Callable[[Edge], bool]) -> int | None:
+    """Return the operand that product_by_owner() has the product for, -1 for any; None if it has
+    none. has_rows: whether what comes from an edge may have rows: data, or what a layer made."""
+    name, edges = node.name(), node.next_functions
+    if name in {*products.ROWS, GROUPED, MV} - {"BmmBackward0"}:
+        rows, weight = (1, 2) if name == "AddmmBackward0" else (0, 1)
+        is_bias = name == "AddmmBackward0" and not has_rows(edges[0])
+        return (-1 if is_bias else weight) if has_rows(edges[rows]) else None
     if name == products.EMBEDDING or products.takes_rows(node):
         return 0
-    if name in products.ROWS and name != "BmmBackward0":
-        return products.ROWS[name][1]
-    return -1 if is_elementwise(node) else None
+    if name == "RepeatBackward0":  # of one row
+        own = [size for size in shape_of(*edges[0]) if size > 1]
+        return 0 if [*shape_of(node, 0)][-len(own) or None :] == own else None
+    if name == "ExpandBackward0":
+        return 0
+    return -1 if is_elementwise(node) and any(map(has_rows, edges)) else None
 
 
 @dataclass(frozen=True)
@@ -247,13 +249,14 @@ def product_by_owner(
         matrix, count = torch.bucketize(rows, ends, right=True), len(ends)
         return Grouped(node._saved_self, g, Pairs.of(owners, matrix, n, count))
     summed = summed_by_owner(node, operand, g, owners, n)
-    saved, place = products.ROWS.get(node.name(), ("", 0))
+    is_index = products.takes_rows(node)
+    is_lookup = is_index or node.name() == products.EMBEDDING
+    saved, place = products.ROWS.get(node.name(), ("", 0 if is_lookup else -1))
     if summed is not None or operand != place or g.is_complex() or products.scales_by_count(node):
         return summed
     if saved:
         rows, g = (t.flatten(0, -2) for t in (getattr(node, saved), g))
     else:
-        is_index = products.takes_rows(node)
         rows = (products.row_numbers(node) if is_index else node._saved_indices).flatten()
         g = g.reshape(len(rows), -1)
     each = len(g) // max(1, len(owners))

@@ -22,7 +22,7 @@ from ..gradients.grouped import operand_of_owners
 from ..graph.functions import is_users
 from ..graph.layout import Finding
 from ..graph.nodes import Graph, Node, is_leaf, reach, shape_of
-from ..graph.owners import Owned, leading, set_flags
+from ..graph.owners import ROWS_OPERAND, Owned, leading, set_flags
 from ..graph.segments import Ownership
 from ..graph.unpacking import are_offloaded, can_ask, is_copy_slices
 from ..refusals import cause
@@ -130,18 +130,23 @@ class Lift:
         beside = uses.find_beside()
         graph, called = uses.prune_graph(tables, beside)
         reads = uses.find_reads(graph, called, beside)
-        asking = Asking(forward.n, graph, lambda node: operand_of_owners(node) is not None)
+        of_tables = {uses.nodes[k] for k in tables}
+        asking = Asking(forward.n, graph, lambda _: True)
         groups = [group for group in self._climbs(asking, uses, tables, beside, reads)
                   if sites is None or uses.site(group.use) in sites]  # fmt: skip
         mixed = set_flags(shown.below.values() if groups else ())
 
-        def is_shared(node: Node) -> bool:
-            return is_leaf(node) or not has_rows(node)
+        def is_shared(node: Node | None) -> bool:
+            if node is None or is_leaf(node) or has_rows(node):
+                return node is not None and is_leaf(node)
+            operand = ROWS_OPERAND.get(node.name())
+            is_of_data = operand is not None and node.next_functions[operand][0] is None
+            return not is_of_data or node in of_tables
 
         def is_end(node: Node) -> bool:
             """Return True if all that reads a node shows whose its rows are, or a layer's are."""
-            operand = operand_of_owners(node)
-            if operand is None or not (operand < 0 or is_shared(node.next_functions[operand][0])):
+            operand = operand_of_owners(node, lambda edge: edge[0] is None or has_rows(edge[0]))
+            if operand is None or (operand >= 0 and not is_shared(node.next_functions[operand][0])):
                 return False
             is_whole = shown.consumers[node, 0] == len(graph.parents[node]) or node in graph.roots
             return has_rows(node) or is_whole
