@@ -197,9 +197,6 @@ class Selected(Factored):
     def to(self, dtype: torch.dtype) -> Selected:
         return replace(self, of=self.of.to(dtype))
 
-    def transposed(self) -> Selected:
-        return replace(self, of=self.of.mT if isinstance(self.of, Tensor) else self.of.transposed())
-
     def _among_others(self, some: Tensor) -> Tensor:
         """Return [*, *shape] for these rows, [*, elements]."""
         some = some.unflatten(-1, (len(self.rows), -1))
@@ -236,7 +233,14 @@ def pass_matrices(node: Node, g: Gradients | None) -> Sequence[Gradients] | None
         return products.pass_factors(node, g)
     if node.name() == CAST:
         return [g.to(dtype_of(*edge))]
-    return [g.transposed()] if is_transpose(node) else None
+    if not is_transpose(node) or len(shape_of(*edge)) != 2 + (
+        not (isinstance(g, Grouped) and g.is_single)
+    ):
+        return None
+    if isinstance(g, Grouped):
+        return [g.transposed()]
+    of = g.of.mT if isinstance(g.of, Tensor) else g.of.transposed()
+    return [replace(g, of=of, shape=shape_of(*edge))]
 
 
 def product_by_owner(

@@ -228,7 +228,16 @@ def plan_lift(
                 return False
         return True
 
-    groups = [group for group in groups if can_serve(group)]
+    served = [group for group in groups if can_serve(group)]
+    while True:  # what runs again brings all of its parameters' gradients
+        others = {
+            v for group in groups if group not in served for v in group.starts if group.use >= 0
+        }
+        rest = [group for group in served if others.isdisjoint(group.starts)]
+        if len(rest) == len(served):
+            break
+        served = rest
+    groups = served
     starts = tuple((group.use, all(map(is_leaf, group.starts))) for group in groups)
     found = climb(node for group in groups for node in group.starts)
     names, ends = tuple(map(name_of, found)), tuple(map(layouts.get, found))

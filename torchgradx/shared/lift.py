@@ -136,16 +136,31 @@ class Lift:
                   if sites is None or uses.site(group.use) in sites]  # fmt: skip
         mixed = set_flags(shown.below.values() if groups else ())
 
+        def is_known(one: Owned) -> bool:
+            return mixed.isdisjoint(map(id, one.flags))
+
+        def reads_data(node: Node) -> bool:
+            names = products.EMBEDDING, products.INDEX, products.INDEX_SELECT
+            return node.name() in names or any(child is None for child, _ in node.next_functions)
+
+        of_data = (
+            node for (node, _), one in shown.below.items() if is_known(one) and reads_data(node)
+        )
+        above_data = cache(lambda: {*graph.climb(of_data, lambda *_: True)})
+
+        def brings_rows(node: Node | None) -> bool:
+            return node is None or has_rows(node) or node in above_data()
+
         def is_shared(node: Node | None) -> bool:
-            if node is None or is_leaf(node) or has_rows(node):
+            if node is None or is_leaf(node) or brings_rows(node):
                 return node is not None and is_leaf(node)
             operand = ROWS_OPERAND.get(node.name())
-            is_of_data = operand is not None and node.next_functions[operand][0] is None
-            return not is_of_data or node in of_tables
+            is_product = operand is not None and node not in of_tables
+            return not is_product or node.next_functions[operand][0] is not None
 
         def is_end(node: Node) -> bool:
             """Return True if all that reads a node shows whose its rows are, or a layer's are."""
-            operand = operand_of_owners(node, lambda edge: edge[0] is None or has_rows(edge[0]))
+            operand = operand_of_owners(node, lambda edge: brings_rows(edge[0]))
             if operand is None or (operand >= 0 and not is_shared(node.next_functions[operand][0])):
                 return False
             is_whole = shown.consumers[node, 0] == len(graph.parents[node]) or node in graph.roots
@@ -153,7 +168,7 @@ class Lift:
 
         def is_below(_: int, node: Node) -> bool:
             one, shape = shown.below.get((node, 0)), shape_of(node, 0)
-            if one and mixed.isdisjoint(map(id, one.flags)) and is_end(node):
+            if one and is_known(one) and is_end(node):
                 leads = shape[: max(1, min(leading(shape, len(one.owners)), len(shape) - 1))]
                 ends.update({node: one} if leads and (one := shown.at(node, 0, [*leads])) else {})
             return node not in ends and is_shared(node)
