@@ -141,17 +141,17 @@ def test_clipping_and_directions(way, options):
 
 @of_ways
 def test_documents_of_packed_rows(way):
-    """Sums over documents, one of which has most of the rows; padding is of none."""
+    """Sums over documents, whose number divides that of the rows; padding is of none."""
     dtype, rtol = precision(way)
     model = mixture(WAYS[way]()).to(dtype)
-    ids = torch.tensor([[0] * 2 + [1] * 29 + [-1], [2] * 3 + [3] + [4] * 28])
+    ids = torch.tensor([[0] * 2 + [1] * 29 + [-1], [2] * 3 + [3] * 29])
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     options = {"sample_ids": lambda *_: ids, "loss_reduction": "sum"}
     with torchgradx.attach(model, clip=True, directions=v, **options) as probe:
         for _ in range(3):
             x = torch.randn(*ids.shape, D, dtype=dtype)
             with probe.paused():
-                each = [model(x[ids == k][None]).square().sum() for k in range(5)]
+                each = [model(x[ids == k][None]).square().sum() for k in range(4)]
                 gradients = [torch.autograd.grad(one, [*model.parameters()]) for one in each]
             model.zero_grad()
             model(x)[ids >= 0].square().sum().backward()
@@ -163,6 +163,7 @@ def test_documents_of_packed_rows(way):
             factors = (norms.median() / norms).clamp(max=1)
             close(torch.cat([p.grad.flatten() for p in model.parameters()]),
                   factors @ torch.stack(whole))  # fmt: skip
+        assert "run again" not in str(probe.explain()) or not torchgradx.ops.NATIVE
 
 
 @native

@@ -189,6 +189,7 @@ def test_rows_of_one_document_each_prove_nothing_of_rows_of_several():
 
 
 PACKED, LINES = [[0, 0, 1, 1, 1], [2, 3, 3, 3, 3]], [[1] * 5, [0] * 5, [0] * 5]
+ROWS = [0] * 3 + [1] * 4
 turn = identity(lambda g: 2 * g)  # a user's Function
 
 
@@ -196,6 +197,19 @@ def written(m, x):
     h, out = m.b(x), torch.zeros_like(x)
     out[:, 2:], out[:, :2] = h[:, 2:], torch.tanh(h[:, :2])
     return m.b(out)
+
+
+def given(m, x):
+    """Data times a computed weight: one row, then as many as it has."""
+    at = torch.arange(1, 2 if m.step < 2 else 1 + D)
+    return x.index_add(0, at, torch.tanh(x[at] @ (m.t.weight * m.t.weight[0])))
+
+
+def seen_in_part(m, x):
+    """Whose rows read a computed vector shows in some steps only."""
+    h, v = torch.tanh(m.b(x)), m.t.weight[0] * m.t.weight[1]
+    one, other = torch.tensor([0, 1]), torch.tensor([4, 5] if m.step > 1 else [], dtype=torch.long)
+    return h.index_add(0, one, h[one] * v).index_add(0, other, h[other] @ torch.diag(v))
 
 
 @pytest.mark.parametrize(("function", "ids", "own"), [
@@ -206,6 +220,7 @@ def written(m, x):
     (lambda m, x: m.b(x) * (1 + m.b.bias) @ m.b.weight.mT.exp(), PACKED, torch.clone),
     (lambda m, x: m.b(turn(torch.relu(m.b(x)))), PACKED, torch.clone),
     (written, PACKED, torch.clone),
+    (given, ROWS, torch.clone), (seen_in_part, ROWS, torch.clone),
     (lambda m, x: torch.cat(F.linear(m.b(x), m.b.weight).split([1, 2], 1), 1)
      * (torch.arange(6).view(2, 3, 1) > 0), [[-1, 0, 0], [1, 1, 1]], torch.clone),
     (lambda m, x: F.linear(m.b(x), m.b.weight)[:, -1], [[0] * D] * 2, torch.clone),
@@ -217,10 +232,10 @@ def written(m, x):
      "Conv1d is not served by rows" if ops.NATIVE else "nothing shows which samples"),
 ])  # fmt: skip
 def test_outputs_and_uses_of_other_rows(function, ids, own):
-    layers = {"b": nn.Linear(D, D), "t": nn.Embedding(2, D), "c": nn.Conv1d(D, D, 3, padding=1)}
+    layers = {"b": nn.Linear(D, D), "t": nn.Embedding(D, D), "c": nn.Conv1d(D, D, 3, padding=1)}
     model, ids = Model(function, **layers), torch.tensor(ids)
     with torchgradx.attach(model.to(DOUBLE), sample_ids=lambda *_: ids) as probe:
-        for _ in range(2):
+        for model.step in range(3):
             out = model(torch.randn(*ids.shape, D, dtype=DOUBLE))
             out.square().sum().backward(retain_graph=True)
             if isinstance(own, str):

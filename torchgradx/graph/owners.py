@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import accumulate
 from math import prod
-from operator import mul, or_
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ Outs = dict[int, "Owned"]  # by the outputs of a node
 BROADCASTING = ("AddB", "Addc", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "Lerp", "Rsub")
 MAX_FLAGS = 8  # of one output
 ATTENTION = "ScaledDotProduct"  # how the names of its nodes begin
-OWN, UNORDERED, MIXED = 1, 2, 4  # see own_rows()
 BMM = "BmmBackward0"
 # The operand of a product that has the rows of the output.
 ROWS_OPERAND = {"AddmmBackward0": 1, "BaddbmmBackward0": 1, BMM: 0,
@@ -88,33 +86,6 @@ def owners_within(
     for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
         walk.descend(node)
     return walk.found
-
-
-def own_rows(found: dict[Edge, Owned], n: int) -> dict[Edge, bool]:
-    """Return for each edge True if its rows were taken from rows n*T+t of their own samples: else
-    they may be of one sample's data for another's loss. Rows of data, below which the graph ends,
-    must be in the order of the samples, each with some: as images of unequal sizes are."""
-    mixed = set_flags(found.values())
-    owners = {id(owned.owners): owned.owners for owned in found.values()}  # many edges share them
-    answers = read_flags([_order_of(rows, n) for rows in owners.values()])
-    each = zip(owners, answers[::2], answers[1::2], strict=True)
-    orders = {key: OWN if own else 0 if ordered else UNORDERED for key, own, ordered in each}
-    bits: dict[Edge, int] = {}
-    for edge, owned in reversed(found.items()):  # operands first
-        order = orders[id(owned.owners)]
-        below = [bits[e] for e in edge[0].next_functions if e in bits and order != OWN]
-        bits[edge] = reduce(or_, below, 0) if below else order
-        bits[edge] |= MIXED * any(id(flag) in mixed for flag in owned.flags)
-    return {e: not b & MIXED and bool(b & OWN or not b & UNORDERED) for e, b in bits.items()}
-
-
-def _order_of(rows: Tensor, n: int) -> Tensor:
-    """Return bool [2]: True for rows n*T+t; for rows in the order of the samples, each with any."""
-    samples, each = torch.arange(n, device=rows.device), len(rows) // n
-    is_own = (rows[: n * each] == samples.repeat_interleave(each)).all() & (len(rows) == n * each)
-    is_stepwise = (rows.diff() // 2 == 0).all()  # by 0 or 1
-    in_order = (rows[:1] == 0).all() & (rows[-1:] == n - 1).all() & is_stepwise
-    return torch.stack([is_own, in_order])
 
 
 def set_flags(owned: Iterable[Owned | None]) -> set[int]:

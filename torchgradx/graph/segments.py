@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import groupby, pairwise
 from math import prod
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from ..extension import _C, NATIVE
 from .indices import positions_of, saved_dim
+from .layout import read_flags
 from .nodes import Edge, is_leaf, shape_of
-from .owners import Owned, owners_by
+from .owners import Owned, owners_by, set_flags
 
 MAX_RUNS = 16  # runs of samples with equal lengths; with more of them, rows are sorted by length
 FAINT = -1e4  # an additive attention mask excludes a pair with a number below this
+OWN, UNORDERED, MIXED = 1, 2, 4  # see own_rows()
 
 
 class Segments(NamedTuple):
@@ -46,6 +49,33 @@ def segments_from(owners: Tensor, n: int, counts: Sequence[int] | None = None) -
     samples = torch.LongTensor(present).to(owners.device, non_blocking=True)  # made on the CPU
     alike = groupby(counts[sample] for sample in present)
     return _C.Segments(owners, order, samples, [(len(list(same)), rows) for rows, same in alike])
+
+
+def own_rows(found: dict[Edge, Owned], n: int) -> dict[Edge, bool]:
+    """Return for each edge True if its rows were taken from rows n*T+t of their own samples: else
+    they may be of one sample's data for another's loss. Rows of data, below which the graph ends,
+    must be in the order of the samples, each with some: as images of unequal sizes are."""
+    mixed = set_flags(found.values())
+    owners = {id(owned.owners): owned.owners for owned in found.values()}  # many edges share them
+    answers = read_flags([_order_of(rows, n) for rows in owners.values()])
+    each = zip(owners, answers[::2], answers[1::2], strict=True)
+    orders = {key: OWN if own else 0 if ordered else UNORDERED for key, own, ordered in each}
+    bits: dict[Edge, int] = {}
+    for edge, owned in reversed(found.items()):  # operands first
+        order = orders[id(owned.owners)]
+        below = [bits[e] for e in edge[0].next_functions if e in bits and order != OWN]
+        bits[edge] = reduce(or_, below, 0) if below else order
+        bits[edge] |= MIXED * any(id(flag) in mixed for flag in owned.flags)
+    return {e: not b & MIXED and bool(b & OWN or not b & UNORDERED) for e, b in bits.items()}
+
+
+def _order_of(rows: Tensor, n: int) -> Tensor:
+    """Return bool [2]: True for rows n*T+t; for rows in the order of the samples, each with any."""
+    samples, each = torch.arange(n, device=rows.device), len(rows) // n
+    is_own = (rows[: n * each] == samples.repeat_interleave(each)).all() & (len(rows) == n * each)
+    is_stepwise = (rows.diff() // 2 == 0).all()  # by 0 or 1
+    in_order = (rows[:1] == 0).all() & (rows[-1:] == n - 1).all() & is_stepwise
+    return torch.stack([is_own, in_order])
 
 
 def place_among(segments: list[Any], owners: Tensor, n: int) -> int:

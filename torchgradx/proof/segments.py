@@ -19,8 +19,8 @@ from torch import Tensor
 from ..graph.functions import COMPILED
 from ..graph.layout import BATCH, NOWHERE, SEGMENTS, SHARED, Seeding, Watched, is_python
 from ..graph.nodes import Graph, Node, shape_of
-from ..graph.owners import MAPPING, Owned, own_rows, owners_below, set_flags
-from ..graph.segments import Inputs, Ownership, place_among
+from ..graph.owners import MAPPING, Owned, owners_below, set_flags
+from ..graph.segments import Inputs, Ownership, own_rows, place_among
 from ..refusals import cause, key_of
 from ..shared.frontier import LiftPlan
 from ..shared.lift import LiftEnd
