@@ -18,16 +18,16 @@ from ..extension import _C, NATIVE, Pass
 from ..gradients import products
 from ..gradients.by_sample import GRADIENT_ELEMENTS
 from ..gradients.elementwise import is_passthrough
-from ..gradients.grouped import operand_of_owners
 from ..graph.functions import is_users
 from ..graph.layout import Finding
-from ..graph.nodes import Graph, Node, is_leaf, reach, shape_of
-from ..graph.owners import ROWS_OPERAND, Owned, leading, set_flags
+from ..graph.nodes import Graph, Node, reach, shape_of
+from ..graph.owners import Owned
 from ..graph.segments import Ownership
 from ..graph.unpacking import are_offloaded, can_ask, is_copy_slices
 from ..refusals import cause
 from ..sites.site import ProbeParts
 from .descent import Descent
+from .entries import Entries
 from .frontier import Climb, IsConstant, LiftPlan, Region, plan_lift
 from .stations import Leaf, Match, Path, Trail, find_path
 from .uses import Uses
@@ -124,64 +124,25 @@ class Lift:
         sites: Collection[int] | None,
     ) -> tuple[list[LiftEnd], Callable[[Mapping[Node, Any]], LiftPlan]]:
         """Return where tables, and parameters that are read beside kernels, enter rows with owners;
-        and what makes the plan of these uses of the layouts of the rows. has_rows: whether a node
-        is above a layer that was given rows. sites: which may be lifted; None: all."""
-        uses, ends = self._uses(forward), dict[Node, Owned]()
+        and what makes the plan of these uses of the layouts of the rows. has_rows: see Entries.
+        sites: which may be lifted; None: all."""
+        uses = self._uses(forward)
         beside = uses.find_beside()
         graph, called = uses.prune_graph(tables, beside)
         reads = uses.find_reads(graph, called, beside)
-        of_tables = {uses.nodes[k] for k in tables}
         asking = Asking(forward.n, graph, lambda _: True)
         groups = [group for group in self._climbs(asking, uses, tables, beside, reads)
                   if sites is None or uses.site(group.use) in sites]  # fmt: skip
-        mixed = set_flags(shown.below.values() if groups else ())
-
-        def is_known(one: Owned) -> bool:
-            return mixed.isdisjoint(map(id, one.flags))
-
-        def reads_data(node: Node) -> bool:
-            names = products.EMBEDDING, products.INDEX, products.INDEX_SELECT
-            return node.name() in names or any(child is None for child, _ in node.next_functions)
-
-        of_data = (
-            node for (node, _), one in shown.below.items() if is_known(one) and reads_data(node)
-        )
-        above_data = cache(lambda: {*graph.climb(of_data, lambda *_: True)})
-
-        def brings_rows(node: Node | None) -> bool:
-            return node is None or has_rows(node) or node in above_data()
-
-        def is_shared(node: Node | None) -> bool:
-            if node is None or is_leaf(node) or brings_rows(node):
-                return node is not None and is_leaf(node)
-            operand = ROWS_OPERAND.get(node.name())
-            is_product = operand is not None and node not in of_tables
-            return not is_product or node.next_functions[operand][0] is not None
-
-        def is_end(node: Node) -> bool:
-            """Return True if all that reads a node shows whose its rows are, or a layer's are."""
-            operand = operand_of_owners(node, lambda edge: brings_rows(edge[0]))
-            if operand is None or (operand >= 0 and not is_shared(node.next_functions[operand][0])):
-                return False
-            is_whole = shown.consumers[node, 0] == len(graph.parents[node]) or node in graph.roots
-            return has_rows(node) or is_whole
-
-        def is_below(_: int, node: Node) -> bool:
-            one, shape = shown.below.get((node, 0)), shape_of(node, 0)
-            if one and is_known(one) and is_end(node):
-                leads = shape[: max(1, min(leading(shape, len(one.owners)), len(shape) - 1))]
-                ends.update({node: one} if leads and (one := shown.at(node, 0, [*leads])) else {})
-            return node not in ends and is_shared(node)
+        entries = Entries(graph, shown, has_rows, {uses.nodes[k] for k in tables})
 
         def plan(layouts: Mapping[Node, Any]) -> LiftPlan:
             starts = (node for group in groups for node in group.starts)
             nodes = graph.climb(starts, lambda _, node: node not in layouts)
             known = {node: layouts.get(node) for node in nodes}
-            return plan_lift(forward.n, graph, groups, known, is_shared)
+            return plan_lift(forward.n, graph, groups, known, entries.is_shared)
 
-        climbed = ((group.use, graph.climb(group.starts, is_below)) for group in groups)
-        return [(k, uses.site(k), node, ends[node])
-                for k, nodes in climbed for node in nodes if node in ends], plan  # fmt: skip
+        return [(group.use, uses.site(group.use), node, owned) for group in groups
+                for node, owned in entries.above(group.starts)], plan  # fmt: skip
 
     def _large_weight(self, n: int, leaves: Sequence[Node]) -> int:
         """Return the size of the largest kernel if its per-sample gradients are too large to make,
