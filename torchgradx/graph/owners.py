@@ -254,6 +254,18 @@ class _Walk:
                 owners = out.owners.view(made[:dims]).permute(inverse).flatten()
                 yield Owned(owners, out.path, out.flags)
 
+    def cross_turned(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
+        """Cross a node that rolls or flips dimensions, not a roll of all elements in one."""
+        out, dims = outs[0], [to_signed(d) % max(1, len(shape)) for d in node._saved_dims]
+        owners = out.owners.view(list(shape[: max(0, leading(shape, len(out.owners)))]))
+        for k, dim in enumerate(dims):
+            if dim < owners.dim() and node.name() == "FlipBackward0":
+                owners = owners.flip(dim)
+            elif dim < owners.dim():
+                owners = owners.roll(-to_signed(node._saved_shifts[k]), dim)
+        if dims:
+            yield Owned(owners.flatten(), out.path, out.flags)
+
     def cross_batched(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         """Cross a product of matrices [B, *]: the second ones have the owners of whole products."""
         if operand == 0:
@@ -352,27 +364,23 @@ class _Walk:
             yield Owned(owners[index], out.path, (*out.flags, *flags))
 
     def cross_written(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
-        """Cross a node that wrote into a slice of rows: what it wrote there is of their samples."""
+        """Cross a node that wrote into a slice as the operation that wrote, if it has whole rows:
+        its output has the owners of these."""
         out, made = outs[0], shape_of(node, 0)
-        if operand == 0:
-            yield out
-            return
-        found, inner = (_C.slice_of(node), _C.into_slice(node)) if NATIVE else (None, None)
         row = made[max(0, leading(made, len(out.owners))) :]
-        if (
-            found is None
-            or inner is None
-            or not inner.name().endswith("::CopyBackwards")
-            or not prod(row)
-        ):
-            return
-        sizes, strides, start = found
-        dims, whole = len(sizes) - len(row), torch.empty(row, device="meta")
-        rows, each = [s // prod(row) for s in strides[:dims]], [*strides[:dims], start]
-        is_whole = [*row] == sizes[dims:] and [*whole.stride()] == strides[dims:]
-        if dims > 0 and is_whole and shape == tuple(sizes) and not any(s % prod(row) for s in each):
-            owners = out.owners.clone().as_strided(sizes[:dims], rows, start // prod(row))
-            yield Owned(owners.flatten(), out.path, out.flags)
+        inner = _C.into_slice(node) if NATIVE and operand and prod(row) else None
+        if inner is not None and (found := _C.slice_of(node)) is not None:
+            sizes, strides, start = found
+            dims, whole = len(sizes) - len(row), torch.empty(row, device="meta")
+            is_whole = [*row] == sizes[dims:] and [*whole.stride()] == strides[dims:]
+            each = [step // prod(row) for step in (*strides[:dims], start)]
+            if dims > 0 and is_whole and [e * prod(row) for e in each] == [*strides[:dims], start]:
+                owners = out.owners.clone().as_strided(sizes[:dims], each[:-1], each[-1])
+                rule = OWNER_RULES.get(inner.name(), _Walk.cross_rowwise)
+                of_slice = Owned(owners.flatten(), out.path, out.flags)
+                yield from rule(self, inner, {0: of_slice}, operand, shape)
+                return
+        yield from self.cross_rowwise(node, outs, operand, shape)
 
 
 OwnerRule = Callable[[_Walk, Node, Outs, int, Sizes], Iterator[Owned]]
@@ -380,7 +388,7 @@ OWNER_RULES: dict[str, OwnerRule] = {
     f"{name}Backward0": rule
     for rule, names in {
         _Walk.cross_permute: ("Transpose", "Permute"),
-        _Walk.cross_batched: ("Bmm",),
+        _Walk.cross_batched: ("Bmm",), _Walk.cross_turned: ("Flip", "Roll"),
         _Walk.cross_part: ("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "UnsafeSplit"),
         _Walk.cross_concat: ("Cat", "Stack"),
         _Walk.cross_indexed: ("Gather", "Index", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut",

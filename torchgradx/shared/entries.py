@@ -59,7 +59,6 @@ class Entries:
             operand >= 0 and not self.is_shared(node.next_functions[operand][0])
         ):
             return False
-        readers = len(self._graph.parents[node]) or node in self._graph.roots
         is_seen = self._shown.consumers[node, 0] == len(self._graph.parents[node])
         return is_seen or self._has_rows(node)
 

@@ -44,7 +44,7 @@ class RecurrentSite(FallbackSite):
         if served and through_time.has_same_bits(module, input):
             packed = Packed(input) if isinstance(input, PackedSequence) else None
             out = through_time.run(self._run_layer, module, input, hx, packed)
-            if packed is not None:
+            if packed is not None and self._recorder.depth():  # else a checkpoint's recomputation
                 self._audit.forwards.note_packed(self._index, packed, out[0].data)
             return out
         if run is not None and is_trained and self._needs_kernel and not served:
