@@ -100,6 +100,16 @@ def test_a_layer_is_exact_however_it_is_used(name, options):
     check(make(), square, x, **options)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap has no rule for bilinear
+@a_few_modes
+def test_a_parameter_at_a_node_and_in_a_module_that_runs_again_is_exact(options):
+    scaled = Model(lambda m, x: x * m.w, w=torch.rand(3))
+    other = Model(lambda m, x: torch.tanh(F.bilinear(x, x, m.of, m.w)), of=torch.rand(3, 3, 3))
+    model = Model(lambda m, x: m.b(m.a(torch.tanh(m.l(x)))), l=linear(), a=scaled, b=other)
+    other.w = scaled.w
+    exact_steps(model.double(), *(torch.randn(N, 3).double() for _ in range(2)), **options)
+
+
 @every_mode
 def test_a_parameter_frozen_after_its_backward_still_counts(options):
     model, x = mlp().double(), torch.randn(N, 3).double()

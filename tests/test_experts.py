@@ -143,26 +143,22 @@ def test_clipping_and_directions(way, options):
 def test_documents_of_packed_rows(way):
     """Sums over documents, whose number divides that of the rows; padding is of none."""
     dtype, rtol = precision(way)
-    model = mixture(WAYS[way]()).to(dtype)
-    ids = torch.tensor([[0] * 2 + [1] * 29 + [-1], [2] * 3 + [3] * 29])
-    v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    model, ids = mixture(WAYS[way]()).to(dtype), [[0] * 2 + [1] * 29 + [-1], [2] * 3 + [3] * 29]
+    parts, ids = [*model.parameters()], torch.tensor(ids)
+    close = partial(torch.testing.assert_close, rtol=10 * rtol, atol=rtol)
     options = {"sample_ids": lambda *_: ids, "loss_reduction": "sum"}
-    with torchgradx.attach(model, clip=True, directions=v, **options) as probe:
+    with torchgradx.attach(model, clip=True, **options) as probe:
         for _ in range(3):
             x = torch.randn(*ids.shape, D, dtype=dtype)
             with probe.paused():
-                each = [model(x[ids == k][None]).square().sum() for k in range(4)]
-                gradients = [torch.autograd.grad(one, [*model.parameters()]) for one in each]
-            model.zero_grad()
+                losses = (square(model, x[ids == k][None]) for k in range(4))
+                each = [torch.autograd.grad(one, parts) for one in losses]
+            whole = torch.stack([torch.cat([g.flatten() for g in one]) for one in each])
+            norms, _ = whole.norm(dim=1), model.zero_grad()
             model(x)[ids >= 0].square().sum().backward()
-            whole = [torch.cat([g.flatten() for g in one]) for one in gradients]
-            close = partial(torch.testing.assert_close, rtol=10 * rtol, atol=rtol)
-            close(probe.dot(), torch.stack(whole) @ torch.cat([d.flatten() for d in v.values()]))
-            norms = torch.stack(whole).norm(dim=1)
             close(probe.clip_grad_norm_(norms.median()), norms)
             factors = (norms.median() / norms).clamp(max=1)
-            close(torch.cat([p.grad.flatten() for p in model.parameters()]),
-                  factors @ torch.stack(whole))  # fmt: skip
+            close(torch.cat([p.grad.flatten() for p in parts]), factors @ whole)
         assert "run again" not in str(probe.explain()) or not torchgradx.ops.NATIVE
 
 

@@ -61,6 +61,8 @@ def test_norms_are_those_of_single_samples_in_every_step(name, options):
             if options.get("weight_grad", True):
                 for key, p in model.named_parameters():
                     torch.testing.assert_close(grad_of(p), want[key].mean(0), rtol=1e-9, atol=1e-12)
+        is_native = ops.NATIVE and options.get("backend") != "vmap"
+        assert "run again" not in str(probe.explain()) or not is_native
 
 
 @pytest.mark.parametrize("backend", ["auto", "vmap"])
@@ -127,18 +129,6 @@ def test_rows_of_very_unequal_samples_are_not_padded():
                 loss.backward()
         assert 4000 < max(sizes.counts) <= 2 * len(b) * 8
         assert (probe.norms() > 0).all()
-
-
-@pytest.mark.parametrize("name", ["packed", "graphs"])
-def test_parameters_of_modules_are_served_at_their_nodes(name):
-    make, sizes = CASES[name]
-    model = make().model()
-    model.rolled = nn.Identity()  # whose rows nothing shows
-    with torchgradx.attach(model, sample_ids=ids_of) as probe:
-        for k, each in enumerate(sizes):
-            step(model, make().draw(each, torch.Generator().manual_seed(k), torch.float32))
-            assert probe.norms().isfinite().all()
-            assert "run again" not in str(probe.explain())
 
 
 def joined(case):
@@ -223,7 +213,6 @@ def seen_in_part(m, x):
     (given, ROWS, torch.clone), (seen_in_part, ROWS, torch.clone),
     (lambda m, x: torch.cat(F.linear(m.b(x), m.b.weight).split([1, 2], 1), 1)
      * (torch.arange(6).view(2, 3, 1) > 0), [[-1, 0, 0], [1, 1, 1]], torch.clone),
-    (lambda m, x: F.linear(m.b(x), m.b.weight)[:, -1], [[0] * D] * 2, torch.clone),
     (lambda m, x: m.b(m.b(x))[:, :-1].flip(1), PACKED, "fed by several samples"),
     (lambda m, x: m.b(x[:, 1:]) - m.b(x)[:, :-1], PACKED, "no output of the model has N rows"),
     (lambda m, x: m.b(turn(m.b(x).roll(1, 1))), PACKED, "no weighted backward can run"),
@@ -264,55 +253,18 @@ def test_what_sample_ids_returns():
         model(x, ids=b, n=2)
 
 
-# What reads their norms
-def drawn(name, sizes):
-    torch.manual_seed(0)
-    case = CASES[name][0]()
-    return case.model().to(DOUBLE), case.draw(sizes, torch.Generator().manual_seed(0))
-
-
-def of_tokens():
-    """A mean over all tokens, with token weights."""
-    model, case = drawn("packed", [[3, 4, 2]])
-    weights = torchgradx.token_weights(torch.cat(case.y), sample_ids=case.ids.flatten())
-    options = {"loss_reduction": "sum", "loss_scale": lambda args, kwargs: weights}
+def test_grad_norms_and_verify():
+    """Of a mean over all tokens, with token weights."""
+    make, _ = CASES["packed"]
+    model, case = make().model().to(DOUBLE), make().draw([[3, 4, 2]], torch.Generator())
+    weights, y = torchgradx.token_weights(torch.cat(case.y), sample_ids=case.ids.flatten()), case.y
+    options = {"loss_reduction": "sum", "loss_scale": lambda *_: weights, "sample_ids": ids_of}
     inputs = {"tokens": case.x, "positions": case.at, "ids": case.ids}
-    token_mean = lambda out, y: F.cross_entropy(out.flatten(0, 1), y)  # noqa: E731
-    return model, case, token_mean, inputs, torch.cat(case.y), options
-
-
-def of_graphs():
-    model, case = drawn("graphs", [3, 4, 2])
-    inputs = {"x": case.x, "edges": case.edges, "ids": case.ids, "n": case.n}
-    return model, case, F.cross_entropy, inputs, case.y, {}
-
-
-@pytest.mark.parametrize("make", [of_graphs, of_tokens])
-def test_grad_norms_and_verify(make):
-    model, case, loss, inputs, y, options = make()
-    options["sample_ids"] = ids_of
     want = norms_of(loop(model, case, case.loss_of_one))
-    got = torchgradx.grad_norms(model, loss, inputs, y, per="parameter", **options)
-    report = torchgradx.verify(model, loss, inputs, y, **options)
+    given = lambda out, y: F.cross_entropy(out.flatten(0, 1), y), inputs, torch.cat(y)
+    got = torchgradx.grad_norms(model, *given, per="parameter", **options)
+    report = torchgradx.verify(model, *given, **options)
     assert report.agrees
     for name, norms in want.items():
         for found in (got, report.loop):
             torch.testing.assert_close(found[name].double(), norms, rtol=1e-9, atol=1e-12)
-
-
-def test_where_each_sample_has_one_row_sizes_tell_no_rows_from_samples():
-    model = deep_set().to(DOUBLE)
-    with torchgradx.attach(model, sample_ids=ids_of, batch_size=3, loss_reduction="sum") as probe:
-        for rows, is_told in (([0, 1, 2], True), ([1, 0, 2], False), ([0, 2, 1, 2], True),
-                              ([1, 2, 0], True)):  # fmt: skip
-            ids, x = torch.tensor(rows), torch.randn(len(rows), D, dtype=DOUBLE)
-            model(x, ids=ids, n=3).square().sum().backward()
-            if not is_told:
-                refusal(probe, "no output of the model has N rows")
-                probe.reset()
-                continue
-            with probe.paused():
-                for k, norm in enumerate(probe.norms()):
-                    own = model(x[ids == k], ids=ids[ids == k] * 0, n=1).square().sum()
-                    parts = torch.autograd.grad(own, [*model.parameters()][:-2])
-                    torch.testing.assert_close(norm, torch.cat([g.flatten() for g in parts]).norm())

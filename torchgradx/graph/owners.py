@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from operator import mul
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,13 +120,7 @@ def leading(shape: Sizes, length: int) -> int:
 class _Walk:
     """Owners found so far, on the way down."""
 
-    def __init__(
-        self,
-        n: int,
-        grid: tuple[int, ...],
-        only: Mapping[Node, int],
-        has_rows: Callable[[Node], bool] = lambda _: True,
-    ) -> None:
+    def __init__(self, n: int, grid: Any, only: Mapping[Node, int], has_rows: Any = bool) -> None:
         self._n, self._grid, self._only, self._of_layers = n, grid, only, has_rows
         self.found: dict[Edge, Owned] = {}
         self.consumers = Counter[Edge]()  # of which the owners of an edge are known
