@@ -205,7 +205,8 @@ class Selected(Factored):
         return full.view(*some.shape[:-2], *self.shape)
 
     def in_full(self) -> Tensor:
-        return self._among_others(in_full(self.of).flatten(1))
+        one = in_full(self.of)  # [N] of an element
+        return self._among_others(one.reshape(len(one), -1))
 
     def total(self) -> Tensor:
         return self._among_others(total(self.of).flatten())

@@ -162,7 +162,9 @@ class Ownership(NamedTuple):
             if rows is not ids and len(self.inputs.grid) == 2 and leads == self.inputs.grid:
                 flags = (*flags, ((rows != ids) & (rows != n) & (ids != n)).any())  # must agree
                 rows = self.inputs.filled.setdefault(id(found.owners), rows.where(rows != n, ids))
-        elif prod(leads) and len(found.owners) % prod(leads) == 0:  # features taken by index
+        elif (
+            prod(leads) and len(found.owners) and len(found.owners) % prod(leads) == 0
+        ):  # features taken by index
             each = found.owners.view(prod(leads), -1)
             rows = each.amin(1)
             flags = (*flags, ((each != rows[:, None]) & (each != n)).any())

@@ -188,8 +188,10 @@ class Forward:
         taken = [one for one in self.taken if one]
         indices = {node: "taken" for one in taken for node in one.indices}
         by_row = {**self.trace.by_row, **indices}
-        for site, packed, end in self.trace.packed:
-            by_row.update(dict.fromkeys(packed.nodes(self.graph, end), ("packed", site)))
+        for k, (site, packed, end) in enumerate(self.trace.packed):
+            others = [(edge, one) for _, one, edge in self.trace.packed[:k]]
+            known = packed.nodes(self.graph, end, others)
+            by_row.update(dict.fromkeys(known, ("packed", site)))
         routes = routes_of(self.heads, self.n, by_row)
         # Rows of one sample do not show whether those of two would mix.
         return routes + [None] * any(bool(one.samples[0] == one.samples[-1]) for one in taken)

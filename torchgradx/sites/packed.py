@@ -7,7 +7,7 @@ sequence's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,12 +48,17 @@ class Packed:
         self._own += [taken.grad_fn] if taken.grad_fn else []
         return taken
 
-    def nodes(self, graph: Graph, end: Edge) -> list[Node]:
+    def nodes(self, graph: Graph, end: Edge, others: Sequence[tuple[Edge, Packed]]) -> list[Node]:
         """Return the nodes that are known to keep each row in its sample, whatever the lengths: of
-        the packing below, and of the padding above the rows of an edge `end`, packed alike."""
-        order, back = self._sorted, self._unsorted
-        is_back = order is None or (back is not None and bool((order[back].diff() == 1).all()))
-        return [*self._own, *self._packing(), *self._padding(graph, end)] if is_back else []
+        the packing below, and of the padding above the rows of an edge `end`, packed alike.
+        others: such edges of earlier calls. None where a layer made the rows that were given."""
+        given = (self.data.grad_fn, self.data.output_nr)
+        same = (one for edge, one in others if edge == given)
+        is_same = any(torch.equal(self.samples, one.samples) for one in same)
+        packing = self._packing()
+        if given[0] is not None and not is_same and not packing:
+            return []
+        return [*self._own, *packing, *self._padding(graph, end)]
 
     def _packing(self) -> list[Node]:
         """Return the nodes of pack_padded_sequence(), if it made the sequence."""
@@ -78,8 +83,9 @@ class Packed:
         inside = {v for v in found if v.name() in of_slices}
         tops = [v for v in inside if inside.isdisjoint(p for p, _ in graph.parents[v])]
         grid = shape_of(tops[0], 0)[:2] if len(tops) == 1 else ()
-        if grid[1:] != (self.rows,):
-            return []
+        read = {child for v in inside for child, _ in v.next_functions if child is not None}
+        if grid[1:] != (self.rows,) or not read <= inside | {end[0]}:
+            return []  # other rows are written there too
         top, dim, order = above(tops[0]), 1, self._sorted
         if top is not None and top.name() == "TransposeBackward0":
             inside.add(top)
@@ -99,6 +105,14 @@ def _selects(node: Node | None, index: Tensor, dim: int) -> list[Node]:
         return []
     saved = saved_value(node, "index")
     return [node] if saved is not None and torch.equal(saved, index) else []
+
+
+def is_consistent(sequence: PackedSequence) -> bool:
+    """Return True if one of a sequence's two orders undoes the other."""
+    _, _, order, back = sequence
+    if order is None or back is None:
+        return order is back
+    return bool((order[back].diff() == 1).all()) and len(order) == len(back)
 
 
 def samples_of(out: Any, n: int) -> Tensor | None:

@@ -21,7 +21,7 @@ from ..gradients.outer import Outer
 from ..graph.layout import BATCH, SEQUENCE
 from ..layers.modules import recurrent_weights
 from .fallback import Call, copy_to_keep, run_again
-from .packed import Packed
+from .packed import Packed, is_consistent
 
 TENSOR_TYPES = {Tensor, nn.Parameter}
 CELLS = {"RNN_RELU": 0, "RNN_TANH": 1, "LSTM": 2, "GRU": 3}  # Cell in csrc/layers/recurrence.h
@@ -100,7 +100,8 @@ def _split_states(
 def can_serve(module: Any, input: Any, hx: Any = None) -> bool:
     """Return True if csrc/nodes/recurrent.cpp serves this call."""
     single = isinstance(module, nn.RNNCellBase)
-    data, sizes = input[:2] if isinstance(input, PackedSequence) and not single else (input, None)
+    is_packed = isinstance(input, PackedSequence) and not single
+    data, sizes = input[:2] if is_packed else (input, None)
     lstm = isinstance(module, (nn.LSTM, nn.LSTMCell))
     states = [] if hx is None else list(hx) if lstm and isinstance(hx, (tuple, list)) else [hx]
     for t in (data, *states, *module._parameters.values()):
@@ -117,6 +118,8 @@ def can_serve(module: Any, input: Any, hx: Any = None) -> bool:
         return False
     dims = 2 if single or sizes is not None else 3
     if data.dim() != dims or data.shape[-1] != module.input_size:
+        return False
+    if is_packed and not is_consistent(input):
         return False
     if not states:
         return True
