@@ -225,7 +225,6 @@ def test_packed_sequences_have_the_norms_of_the_loop(kind, option, options):
 @any_mode
 @pytest.mark.parametrize(("before", "field", "change"), [
     (True, "unsorted_indices", lambda t: t[[3, 1, 2, 0]]),
-    (False, "unsorted_indices", lambda t: t[[3, 1, 2, 0]]),
     (False, "batch_sizes", lambda t: t + torch.tensor([0, 1, 0, -1, 0])),
 ])  # fmt: skip
 def test_other_lengths_are_not_proven_anew(before, field, change, backwards, options):

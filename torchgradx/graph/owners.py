@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
-from operator import mul
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from ..extension import _C, NATIVE
 from .indices import LOOKUP, READING, positions_of, saved_dim, selected_by
 from .layout import nodes_in_order, read_flags
 from .nodes import COPY_SLICES, Edge, Node, is_leaf, shape_of, to_signed
+from .sizes import counts_of, leading
 from .unpacking import saved_value
 
 Sizes = Sequence[int]
@@ -102,19 +101,9 @@ def owners_by(owned: Owned, shape: Sizes, rows: Sizes) -> Tensor | None:
     if length == count:
         return owned.owners
     is_finer = (
-        length and count % length == 0 and length in _counts(shape) and length in _counts(rows)
+        length and count % length == 0 and length in counts_of(shape) and length in counts_of(rows)
     )
     return owned.owners.repeat_interleave(count // length) if is_finer else None
-
-
-def _counts(shape: Sizes) -> list[int]:
-    """Return the number of rows for 0, 1, 2, ... leading dimensions."""
-    return list(accumulate(shape, mul, initial=1))
-
-
-def leading(shape: Sizes, length: int) -> int:
-    """Return the number of leading dimensions that have so many rows; -1: none."""
-    return next((k for k, rows in enumerate(_counts(shape)) if rows == length), -1)
 
 
 class _Walk:
@@ -186,15 +175,15 @@ class _Walk:
             if elementwise:
                 padded = [1] * (len(made) - len(shape)) + padded
             dims = leading(made, length)
-            if length < 2 or (length in _counts(padded) and padded[:dims] == list(made[:dims])):
+            if length < 2 or (length in counts_of(padded) and padded[:dims] == list(made[:dims])):
                 yield out
             elif elementwise and dims >= 0 and len(padded) == len(made):
                 yield self._reduce(out, made[:dims], padded)
             elif not elementwise and dims >= 0:
-                finer = [c for c in _counts(shape) if c % length == 0 and c in _counts(made)]
+                finer = [c for c in counts_of(shape) if c % length == 0 and c in counts_of(made)]
                 if finer:
                     yield replace(out, owners=out.owners.repeat_interleave(finer[0] // length))
-                elif dims > 1 and length // made[dims - 1] in _counts(shape):
+                elif dims > 1 and length // made[dims - 1] in counts_of(shape):
                     yield self._coarsen(out, made, dims - 1)
 
     def _reduce(self, out: Owned, rows: Sizes, padded: Sizes) -> Owned:
@@ -248,6 +237,15 @@ class _Walk:
             elif dims > 0:
                 owners = out.owners.view(made[:dims]).permute(inverse).flatten()
                 yield Owned(owners, out.path, out.flags)
+
+    def cross_product(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
+        """Cross a matrix product. Of a square matrix of data with rows, each entry joins two."""
+        for out in self.cross_rowwise(node, outs, operand, shape):
+            joins, own = saved_value(node, "self") if operand else None, out.owners
+            if joins is not None and [*joins.shape] == [len(own)] * 2:
+                mixes = (joins != 0) & (own[:, None] != own) & (own[:, None] != self._n)
+                out = Owned(own, out.path, (*out.flags, mixes.any()))
+            yield out
 
     def cross_turned(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
         """Cross a node that rolls or flips dimensions, not a roll of all elements in one."""
@@ -355,7 +353,7 @@ class _Walk:
             least = owners.new_full([size], self._n).scatter_reduce_(0, index, owners, "amin")
             mixes = ((least[index] != owners) & (owners != self._n)).any()
             yield Owned(least, out.path, (*out.flags, *flags, mixes))
-        elif len(index) in _counts(shape):
+        elif len(index) in counts_of(shape):
             yield Owned(owners[index], out.path, (*out.flags, *flags))
 
     def cross_written(self, node: Node, outs: Outs, operand: int, shape: Sizes) -> Iterator[Owned]:
@@ -383,7 +381,8 @@ OWNER_RULES: dict[str, OwnerRule] = {
     f"{name}Backward0": rule
     for rule, names in {
         _Walk.cross_permute: ("Transpose", "Permute"),
-        _Walk.cross_batched: ("Bmm",), _Walk.cross_turned: ("Flip", "Roll"),
+        _Walk.cross_batched: ("Bmm",), _Walk.cross_product: ("Mm",),
+        _Walk.cross_turned: ("Flip", "Roll"),
         _Walk.cross_part: ("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "UnsafeSplit"),
         _Walk.cross_concat: ("Cat", "Stack"),
         _Walk.cross_indexed: ("Gather", "Index", "IndexSelect", "IndexAdd", "IndexCopy", "IndexPut",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import Any
 
 from torch import Tensor
@@ -83,6 +85,16 @@ def _views(graph: Graph, node: Node, number: int) -> list[Shape]:
         found += [(parent, 0) for parent, consumed in graph.parents.get(view, ())
                   if consumed == output and parent.name() in RESHAPES]  # fmt: skip
     return [shape_of(view, 0) for view, _ in found[1:]]
+
+
+def counts_of(shape: Sequence[int]) -> list[int]:
+    """Return the number of rows for 0, 1, 2, ... leading dimensions."""
+    return list(accumulate(shape, mul, initial=1))
+
+
+def leading(shape: Sequence[int], length: int) -> int:
+    """Return the number of leading dimensions that have so many rows; -1: none."""
+    return next((k for k, rows in enumerate(counts_of(shape)) if rows == length), -1)
 
 
 def row_dims(t: Tensor, rows: int) -> int:

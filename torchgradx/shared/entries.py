@@ -8,8 +8,9 @@ from functools import cached_property
 from ..gradients import products
 from ..gradients.grouped import operand_of_owners
 from ..graph.nodes import Graph, Node, is_leaf, shape_of
-from ..graph.owners import ROWS_OPERAND, Owned, leading, set_flags
+from ..graph.owners import ROWS_OPERAND, Owned, set_flags
 from ..graph.segments import Ownership
+from ..graph.sizes import leading
 
 LOOKUPS = {products.EMBEDDING, products.INDEX, products.INDEX_SELECT}
 
