@@ -48,6 +48,17 @@ def loop(*given, **options):
             for name in rows[0]}  # fmt: skip
 
 
+def loop_within(model, losses, *batch):
+    """{parameter: [N]}: norms of the gradients of each sample's own loss in one forward of all, of
+    which it may take more than its rows: random numbers, statistics. losses(model, *batch): [N]"""
+    live = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for loss in losses(model, *batch):
+        grads = torch.autograd.grad(loss, [*live.values()], retain_graph=True, allow_unused=True)
+        rows.append(torch.stack([loss.new_zeros(()) if g is None else g.norm() for g in grads]))
+    return dict(zip(live, torch.stack(rows).double().unbind(1), strict=True))
+
+
 def joined(passes):
     """The norms of several passes, in their order."""
     return {name: torch.cat([norms[name] for norms in passes]) for name in passes[0]}

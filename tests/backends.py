@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from emulation import build, operators
+from emulation.emulator import ORDERS
 from oracle import DTYPES, Conv2d
+from torch.utils._pytree import tree_leaves
 
 from torchgradx import extension, ops, reference
 
@@ -106,6 +108,14 @@ def set_threads(backend, threads, count):
     if count > 1 and backend.name in ("emulated", "cuda"):
         pytest.skip("its threads are not torch's: one count says it all")
     threads(count)
+
+
+def same_in_every_order(results):
+    """What `results()` gives, a tensor or several: the same bits in any order of threads."""
+    first = tree_leaves(results())
+    for order in ORDERS:
+        with operators.operators().order(order):
+            assert all(map(torch.equal, first, tree_leaves(results()))), order
 
 
 def to(backend, *tensors):

@@ -12,6 +12,7 @@ import torch.autograd.forward_ad as forward_ad
 from attach_models import Model, identity, mlp, square
 from attach_modes import a_few_modes, every_mode
 from attach_oracle import close, close_named, joined, loop, loop_model, same_gradients
+from attach_steps import exact_step
 from test_attach_checkpoint import checkpointed
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,8 +73,7 @@ def test_weights_may_be_stepped_within_the_backward(options):
         for _ in range(3):
             want = loop(model, square, x)
             handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
-            square(model, x).backward()
-            close_named(probe.norms(per="parameter"), want)
+            exact_step(probe, model, x, want=want)
             for handle in handles:
                 handle.remove()
 
@@ -127,14 +127,6 @@ def near(got, want):
     assert (got - want).abs().max() <= 1e3 * torch.finfo(got.dtype).eps * want.abs().max()
 
 
-def exact_afterwards(probe, model, x):
-    want = loop(model, square, x)
-    for _ in range(2):
-        model.zero_grad()
-        square(model, x).backward()
-        close_named(probe.norms(per="parameter"), want)
-
-
 @every_mode
 @pytest.mark.parametrize("name", sorted(DIFFERENTIATED.keys() - {"encoder"}))  # has no tangents
 def test_tangents_go_through(name, options):
@@ -147,9 +139,9 @@ def test_tangents_go_through(name, options):
 
     want = tangent(twin)
     with torchgradx.attach(model, **options) as probe:
-        for _ in range(2):
+        for _ in range(3):
             near(tangent(model), want)
-            exact_afterwards(probe, model, x)
+            exact_step(probe, model, x)
 
 
 @every_mode
@@ -169,10 +161,10 @@ def test_several_gradients_at_once_come_back(name, options):
 
     want = several(twin)
     with torchgradx.attach(model, **options) as probe:
-        for _ in range(2):
+        for _ in range(3):
             for a, b in zip(several(model), want, strict=True):
                 near(a, b)
-            exact_afterwards(probe, model, x.detach())
+            exact_step(probe, model, x.detach())
 
 
 def overwriting(m, x):
@@ -222,8 +214,7 @@ def test_hooks_of_the_users_own_are_honoured_whoever_came_first(kind, first, opt
     with torchgradx.attach(model, **options) as probe:
         if first == "ours":
             register(model[2])
-        square(model, x).backward()
-        close_named(probe.norms(per="parameter"), want)
+        exact_step(probe, model, x, want=want)
     if options.get("weight_grad", True):
         square(hooked, x).backward()
         same_gradients(model, hooked, 1e-12)

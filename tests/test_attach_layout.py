@@ -42,13 +42,10 @@ def transposed():
 @pytest.mark.parametrize("layout", ["batch", "sequence"])
 def test_flattened_rows_whose_layout_is_said_are_exact(layout, positions, options):
     model = flattened(layout == "sequence")
-    said = dict.fromkeys("ab", layout)
+    said, by_pattern = dict.fromkeys("ab", layout), {"0.*": layout}
     check(model, square, torch.randn(N, positions, 3), layout=said, **options)
-
-
-def test_a_layout_is_said_by_a_pattern_too():
-    model = nn.Sequential(flattened(True), nn.Tanh())
-    check(model, square, torch.randn(N, N, 3), layout={"0.*": "sequence"})
+    model = nn.Sequential(model, nn.Tanh())
+    check(model, square, torch.randn(N, positions, 3), layout=by_pattern, **options)
 
 
 @every_mode

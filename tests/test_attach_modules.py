@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from attach_models import Model, rms_norm, square
 from attach_modes import a_few_modes, native_missing, title
-from attach_oracle import check, close, close_named, loop_model
-from attach_steps import exact_or_refused, exact_steps, refusal, refused
+from attach_oracle import check, close, close_named, loop_model, loop_within
+from attach_steps import exact_or_refused, exact_step, exact_steps, refusal, refused
 from clip_oracle import check_clip
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
@@ -36,23 +36,16 @@ DROPPING = {
 }  # fmt: skip
 
 
-def under_its_masks(model, losses, *batch, seed=7):
-    """{parameter: [N]}: gradients of each sample's own loss within the whole batch, whose random
-    numbers are the same; losses(model, *batch) is [N]."""
-    live, rows = {name: p for name, p in model.named_parameters() if p.requires_grad}, []
-    for n in range(len(batch[0])):
-        torch.manual_seed(seed)
-        loss = losses(model, *batch)[n]
-        grads = torch.autograd.grad(loss, list(live.values()), allow_unused=True)
-        rows.append(torch.stack([loss.new_zeros(()) if g is None else g.norm() for g in grads]))
-    return dict(zip(live, torch.stack(rows).unbind(1), strict=True))
+def squares(model, x):
+    return model(x).square().flatten(1).sum(1)
 
 
 @a_few_modes
 @pytest.mark.parametrize("block", DROPPING)
 def test_active_dropout_gives_the_gradient_under_the_masks_of_that_forward(block, options):
     model, x = DROPPING[block]().double(), torch.randn(N, 5, 3).double()
-    want = under_its_masks(model, lambda m, x: m(x).square().flatten(1).sum(1), x)
+    torch.manual_seed(7)
+    want = loop_within(model, squares, x)
     torch.manual_seed(7)
     plain = square(model, x)
     with torchgradx.attach(model, **options) as probe:
@@ -284,16 +277,10 @@ def test_a_power_iteration_takes_no_step_more_in_backward(norm, options):
     """In training each forward takes one; of a pass, the vectors are the same for all samples."""
     model = nn.Sequential(copyable(norm(nn.Linear(3, 4))), nn.Tanh(), nn.Linear(4, 2)).double()
     for _ in range(2):
-        x, rows = torch.randn(N, 3, dtype=torch.float64), []
-        for n in range(N):
-            twin = copy.deepcopy(model)
-            twin(x)[n].square().sum().backward()
-            rows.append(torch.stack([p.grad.norm() for p in twin.parameters()]))
-        names = [name for name, _ in model.named_parameters()]
-        want = dict(zip(names, torch.stack(rows).unbind(1), strict=True))
+        x, twin = torch.randn(N, 3, dtype=torch.float64), copy.deepcopy(model)
+        want = loop_within(twin, squares, x)
         with torchgradx.attach(model, **options) as probe:
-            square(model, x).backward()
-            close_named(probe.norms(per="parameter"), want)
+            exact_step(probe, model, x, want=want)
         model(x)
         twin(x)
         for (name, b), c in zip(model.named_buffers(), twin.buffers(), strict=True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from attach_models import DEVICE, Model, mlp, square, under_autocast
 from attach_modes import a_few_modes
-from attach_oracle import check, close_named, loop, loop_model
+from attach_oracle import check, loop, loop_model
 from attach_steps import exact_step, exact_steps, refusal
 from recurrent_models import computes_halves
 from torch import nn
@@ -96,10 +96,9 @@ def test_parameters_of_several_dtypes_count_together_in_the_widest(options):
     net = Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8).double(),
                 c=nn.Linear(8, 2).bfloat16())  # fmt: skip
     x = torch.randn(N, 8)
-    want = loop(net, square, x, dtype=None)
+    want, rtol = loop(net, square, x, dtype=None), 24 * torch.finfo(torch.bfloat16).eps
     with torchgradx.attach(net, **options) as probe:
-        square(net, x).backward()
-        close_named(probe.norms(per="parameter"), want, 24 * torch.finfo(torch.bfloat16).eps)
+        exact_step(probe, net, x, rtol=rtol, want=want)
         assert probe.norms().dtype == torch.float64
 
 

@@ -8,8 +8,8 @@ import pytest
 import test_affine
 import torch
 import torch.nn.functional as F
-from backends import EMULATED, each_dtype, needs_emulation
-from emulation.operators import operator, operators
+from backends import EMULATED, each_dtype, needs_emulation, same_in_every_order
+from emulation.operators import operator
 from oracle_affine import FROZEN, Affine, assert_sq_norms, case
 from oracle_gather import Gather
 from test_affine import fused, norms
@@ -71,11 +71,7 @@ def assert_right(problem, dtype, kind):
 @each_problem
 def test_the_order_of_threads_does_not_matter(problem, dtype):
     o = case(problem, dtype, "gaussians")[0]
-    forward = results(problem, o)
-    for order in ("reverse", "shuffled"):
-        with operators().order(order):
-            other = results(problem, o)
-        assert all(map(torch.equal, forward, other)), order
+    same_in_every_order(lambda: results(problem, o))
 
 
 @each_problem
@@ -104,10 +100,7 @@ def assert_table_right(problem, dtype):
 def test_runs_of_ids_are_joined_in_any_order_of_threads(problem, dtype):
     assert_table_right(problem, dtype)
     operands = problem.operands(dtype, "gaussians")
-    forward = operator("gather_sq_norms")(*operands, None)
-    for order in ("reverse", "shuffled"):
-        with operators().order(order):
-            assert torch.equal(forward, operator("gather_sq_norms")(*operands, None))
+    same_in_every_order(lambda: operator("gather_sq_norms")(*operands, None))
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)

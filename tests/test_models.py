@@ -8,10 +8,9 @@ import copy
 import pytest
 import torch
 from attach_modes import ANY, title
-from attach_oracle import as_dtype, check, close, close_named, joined, loop, loop_model
+from attach_oracle import as_dtype, check, close, close_named, joined, loop, loop_model, loop_within
 from attach_steps import exact_or_refused, exact_step
 from model_zoo import ROUNDED, ROWS
-from test_attach_modules import under_its_masks
 
 import torchgradx
 
@@ -85,7 +84,8 @@ def test_autocast_gives_what_each_sample_alone_would_have_under_it(row, dtype):
 @every_row
 def test_active_dropout_gives_the_gradient_under_the_masks_of_that_forward(row):
     model, batch = trainable(row, dropout=0.3), row.batch(row.samples[0])
-    want = under_its_masks(model, row.losses, *batch)
+    torch.manual_seed(7)
+    want = loop_within(model, row.losses, *batch)
     with torchgradx.attach(model) as probe:
         torch.manual_seed(7)
         row.loss(model, *batch).backward()

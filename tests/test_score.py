@@ -28,8 +28,9 @@ def pool(n=N):
     return TensorDataset(torch.randn(n, 5, dtype=torch.float64), torch.randint(0, C, (n,)))
 
 
-def entropy(model, x, y):
-    return F.cross_entropy(model(x), y)
+def entropy(model, *batch):
+    *inputs, y = batch
+    return F.cross_entropy(model(*inputs), y)
 
 
 def score(model, loader, loss_fn=F.cross_entropy, **options):
@@ -102,7 +103,7 @@ def test_what_a_batch_may_be(kind):
         want = loop(model, lambda m, x: squares(m(x), None), x)
     elif kind == "pair of inputs":
         got = score(model, DataLoader(TensorDataset(x, z, y), 4))
-        want = loop(model, lambda m, x, z, y: F.cross_entropy(m(x, z), y), x, z, y)
+        want = loop(model, entropy, x, z, y)
     else:
         more = {"labels": y} if kind == "dict and split" else {}
         loader = DataLoader(StackDataset(left=x, right=z, **more), 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
+from math import prod
 
 from ..gradients import products
 from ..gradients.grouped import operand_of_owners
@@ -45,12 +46,15 @@ class Entries:
         return node is None or self._has_rows(node) or node in self._above_data
 
     def is_shared(self, node: Node | None) -> bool:
-        """Return True if a node's output may be the same for all samples."""
+        """Return True if a node's output may be the same for all samples: it reads no data, unless
+        this is no larger than what it computes of parameters."""
         if node is None or is_leaf(node) or self._brings_rows(node):
             return node is not None and is_leaf(node)
-        operand = ROWS_OPERAND.get(node.name())
-        is_product = operand is not None and node not in self._tables
-        return not is_product or node.next_functions[operand][0] is not None
+        if node in self._tables or not _has_data(node):
+            return True
+        sizes = (prod(shape_of(*edge)) for edge in node.next_functions if edge[0] is not None)
+        is_product = node.name() in ROWS_OPERAND
+        return not is_product and prod(shape_of(node, 0)) <= max(sizes, default=0)
 
     def _is_entry(self, node: Node) -> bool:
         """Return True if a node has rows, of a layer or of data, and an operand without; and if all
