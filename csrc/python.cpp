@@ -284,7 +284,8 @@ void bind_capture(py::module_& m) {
           const auto* slices = dynamic_cast<const torch::autograd::CopySlices*>(&*node_of(node));
           if (!slices || !slices->base.is_contiguous()) return std::nullopt;
           const auto& view = slices->view;
-          return std::tuple(view.sizes().vec(), view.strides().vec(), view.storage_offset() - slices->base.storage_offset());
+          return std::tuple(view.sizes().vec(), view.strides().vec(),
+                            view.storage_offset() - slices->base.storage_offset());
         });
   m.def("at_node",  // a tensor without memory, whose gradient goes to a node as that of its output
         [](const py::object& node, uint32_t number) {
