@@ -234,9 +234,8 @@ def pass_matrices(node: Node, g: Gradients | None) -> Sequence[Gradients] | None
         return products.pass_factors(node, g)
     if node.name() == CAST:
         return [g.to(dtype_of(*edge))]
-    if not is_transpose(node) or len(shape_of(*edge)) != 2 + (
-        not (isinstance(g, Grouped) and g.is_single)
-    ):
+    is_single = isinstance(g, Grouped) and g.is_single
+    if not is_transpose(node) or len(shape_of(*edge)) != (2 if is_single else 3):
         return None
     if isinstance(g, Grouped):
         return [g.transposed()]
