@@ -111,7 +111,7 @@ def set_threads(backend, threads, count):
 
 
 def same_in_every_order(results):
-    """What `results()` gives, a tensor or several: the same bits in any order of threads."""
+    """Results of `results()`, a tensor or several: the same bits in any order of threads."""
     first = tree_leaves(results())
     for order in ORDERS:
         with operators.operators().order(order):

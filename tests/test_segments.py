@@ -267,7 +267,7 @@ def test_what_sample_ids_returns():
 
 
 def test_grad_norms_and_verify():
-    """Of a mean over all tokens, with token weights."""
+    """A mean over all tokens, with token weights."""
     make, _ = CASES["packed"]
     model, case = make().model().to(DOUBLE), make().draw([[3, 4, 2]], torch.Generator())
     weights, y = torchgradx.token_weights(torch.cat(case.y), sample_ids=case.ids.flatten()), case.y

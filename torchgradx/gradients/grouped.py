@@ -252,12 +252,13 @@ def product_by_owner(
         rows, ends = torch.arange(len(g), device=g.device), node._saved_offs
         matrix, count = torch.bucketize(rows, ends, right=True), len(ends)
         return Grouped(node._saved_self, g, Pairs.of(owners, matrix, n, count))
-    summed = summed_by_owner(node, operand, g, owners, n)
+    if (summed := summed_by_owner(node, operand, g, owners, n)) is not None:
+        return summed
     is_index = products.takes_rows(node)
     is_lookup = is_index or node.name() == products.EMBEDDING
     saved, place = products.ROWS.get(node.name(), ("", 0 if is_lookup else -1))
-    if summed is not None or operand != place or g.is_complex() or products.scales_by_count(node):
-        return summed
+    if operand != place or g.is_complex() or products.scales_by_count(node):
+        return None
     if saved:
         rows, g = (t.flatten(0, -2) for t in (getattr(node, saved), g))
     else:

@@ -133,7 +133,10 @@ class SegmentExaminer:
         constant, outputs = forward.trace.memory.tables(uses), [t for t, _ in both]
         given = [node for k, (*_, node, _) in enumerate(uses) if k not in constant and node]
         above = cache(lambda: {*Graph(outputs).climb(given, lambda *_: True)})
-        has_rows = lambda node: node in above()  # noqa: E731
+
+        def has_rows(node: Node) -> bool:
+            return node in above()
+
         graph, mask, heads = self._walk(inputs, outputs, heads, has_rows)
         joined = (-1, cause("segments_mixed", shape=inputs.grid))
         refusals: Refusals = [joined] * inputs.are_joined_by(mask)
@@ -150,7 +153,7 @@ class SegmentExaminer:
             return one is not None and any(id(flag) in mixed for flag in one.flags)
 
         tables = [k for k in constant if is_mixed(owned[k])]
-        lifts, plan_of = self._find_lifts(forward, tables, graph, has_rows, sites)
+        lifts, plan_of = self._find_lifts(forward, tables, sites, graph, has_rows)
         mixed |= set_flags(one for *_, one in lifts)
         uses += [(site, shape_of(node, 0), node, 0) for _, site, node, _ in lifts]
         pairs = list(zip(uses, [*owned, *(one for *_, one in lifts)], strict=True))
@@ -185,14 +188,14 @@ class SegmentExaminer:
         return refusals, [NOWHERE if isinstance(layout, str) else layout for layout in layouts]
 
     def _find_lifts(
-        self, forward: Forward, tables: Sequence[int], *found: Any
+        self, forward: Forward, tables: Sequence[int], sites: Collection[int] | None, *found: Any
     ) -> tuple[list[LiftEnd], Any]:
         """Return what Lift.find_by_owner() returns."""
         key = forward.run.structure, forward.trace.nodes, forward.trace.regime
         if not tables and key == self._without_lifts:
             return [], None
-        ends, plan = self._audit.lift.find_by_owner(forward, tables, *found)
-        self._without_lifts = None if ends or found[-1] else key
+        ends, plan = self._audit.lift.find_by_owner(forward, tables, sites, *found)
+        self._without_lifts = None if ends or sites else key
         return ends, plan
 
     def _walk(

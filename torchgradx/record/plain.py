@@ -310,7 +310,7 @@ class Pass:
             self.recorder.finish(self, place)
 
     def finish(self, place: int, sq_norms: Tensor, parts: int = 1) -> None:
-        """Set the squared norms [N] of a parameter, and drop its operands. parts: 1."""
+        """Set the squared norms [N] of a parameter, and drop its operands. parts: always 1."""
         if place in self._sq_norms:
             self._late.add(place)
         self._sq_norms[place] = sq_norms

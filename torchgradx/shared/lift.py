@@ -119,13 +119,13 @@ class Lift:
         self,
         forward: Any,
         tables: Sequence[int],
+        sites: Collection[int] | None,
         shown: Ownership,
         has_rows: Callable[[Node], bool],
-        sites: Collection[int] | None,
     ) -> tuple[list[LiftEnd], Callable[[Mapping[Node, Any]], LiftPlan]]:
         """Return where tables, and parameters that are read beside kernels, enter rows with owners;
-        and what makes the plan of these uses of the layouts of the rows. has_rows: see Entries.
-        sites: which may be lifted; None: all."""
+        and what makes the plan of these uses of the layouts of the rows. sites: which may be
+        lifted; None: all. shown, has_rows: see Entries."""
         uses = self._uses(forward)
         beside = uses.find_beside()
         graph, called = uses.prune_graph(tables, beside)

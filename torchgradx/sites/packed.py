@@ -30,8 +30,7 @@ class Packed:
         self.rows = int(sizes[0])
         is_row = torch.arange(self.rows, device="cpu") < sizes[:, None]  # [T, N], sorted by length
         steps, samples = (t.to(self.data.device) for t in is_row.nonzero(as_tuple=True))
-        self._sizes = sizes
-        self.fields = [sizes, steps * self.rows + samples, self._sorted, self._unsorted]
+        self.fields: list[Any] = [sizes, steps * self.rows + samples, self._sorted, self._unsorted]
         self.samples = samples if self._sorted is None else self._sorted[samples]
         self._places = steps * self.rows + self.samples
         self._own: list[Node] = []  # that took rows of it
@@ -66,7 +65,7 @@ class Packed:
         if pack is None or pack.name() != "PackPaddedSequenceBackward0":
             return []
         sizes, dim = saved_value(pack, "result1"), 1 - pack._saved_batch_first
-        if sizes is None or not torch.equal(sizes, self._sizes):
+        if sizes is None or not torch.equal(sizes, self.fields[0]):
             return []
         order, sort = self._sorted, pack.next_functions[0][0]
         sorts = [] if order is None else _selects(sort, order, dim)
@@ -86,17 +85,20 @@ class Packed:
         read = {child for v in inside for child, _ in v.next_functions if child is not None}
         if grid[1:] != (self.rows,) or not read <= inside | {end[0]}:
             return []  # other rows are written there too
-        top, dim, order = above(tops[0]), 1, self._sorted
+        top, dim = above(tops[0]), 1
         if top is not None and top.name() == "TransposeBackward0":
             inside.add(top)
             top, dim = above(top), 0
-        columns = torch.arange(self.rows, device=self.samples.device) if order is None else order
+        columns, last = self._sorted, list[Node]()
+        if columns is None or self._unsorted is None:
+            columns = torch.arange(self.rows, device=self.samples.device)
+        elif not (last := _selects(top, self._unsorted, dim)):
+            return []
         rows = columns.repeat(grid[0])
         owned = owners_within((tops[0], 0), rows, inside, self.rows, grid, {}).get(end)
         if owned is None or set_flags([owned]) or not torch.equal(owned.owners, self.samples):
             return []
-        last = [] if self._unsorted is None else _selects(top, self._unsorted, dim)
-        return [*inside, *last] if last or self._unsorted is None else []
+        return [*inside, *last]
 
 
 def _selects(node: Node | None, index: Tensor, dim: int) -> list[Node]:
