@@ -75,7 +75,8 @@ not_found: the {n} samples of the pass cannot be found in its output of shape {s
     > If these are not the batch's samples, pass batch_size= or batch_dim=; if its rows hold them in
     another order, pass layout=
 unproven: no proof was found of where the {n} samples are in its output of shape {shape}
-    > Pass layout={{"{name}": "batch"}} or "sequence" to attach ("*" in place of the name: for all)
+    > Pass layout={{"{name}": "batch"}} or "sequence" to attach ("*" in place of the name: for all).
+    If the batch has another number of samples (a list of images), pass batch_size= instead
 either: the model's outputs have two dimensions or more of size {n}, the number of samples
     > Pass layout={{"*": "batch"}} to attach if they come first, or batch_dim=1, batch_size=
 batch_first: the {n} samples are not where its batch_first says, in its output of shape {shape}
