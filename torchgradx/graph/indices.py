@@ -63,8 +63,8 @@ def select_by_indices(indices: Any, shape: Sequence[int]) -> Selection | None:
 def select_along(
     dim: int, index: Tensor | None, shape: Sequence[int], grid: Sequence[int]
 ) -> Selection | None:
-    """Return the rows of a tensor [*shape] that an index selects along a dimension.
-    grid: the sizes of the rows of the model's inputs; dimensions beyond it have features."""
+    """Return the rows of a tensor [*shape] that an index, of no negative ones, selects along a
+    dimension. grid: the sizes of the rows of the model's inputs; what is beyond it has features."""
     if index is None:
         return None
     if dim >= max(1, len(grid)) or (dim == 1 and tuple(shape[:2]) != grid):
@@ -76,10 +76,9 @@ def select_along(
             flags = ((wide != wide[..., :1]).any(),)
         index = wide[..., 0]
     if dim == 0:
-        return Selection(index.flatten() % max(1, shape[0]), shape[0], 1, flags)
+        return Selection(index.flatten(), shape[0], 1, flags)
     lines = torch.arange(shape[0], device=index.device)[:, None] * shape[1]
-    rows = (lines + index % max(1, shape[1])).flatten()
-    return Selection(rows, shape[0] * shape[1], 2, flags)
+    return Selection((lines + index).flatten(), shape[0] * shape[1], 2, flags)
 
 
 def selected_by(

@@ -348,8 +348,9 @@ class _Walk:
         elif owners is None or len(owners) != (size if writes else len(index)):
             return
         elif not writes:
-            padding = to_signed(getattr(node, "_saved_padding_idx", -1))  # receives no gradient
-            owners = owners.masked_fill(index == padding, self._n)
+            if node.name() == LOOKUP:  # its padding receives no gradient
+                padding = to_signed(node._saved_padding_idx)
+                owners = owners.masked_fill(index == padding, self._n)
             least = owners.new_full([size], self._n).scatter_reduce_(0, index, owners, "amin")
             mixes = ((least[index] != owners) & (owners != self._n)).any()
             yield Owned(least, out.path, (*out.flags, *flags, mixes))

@@ -118,9 +118,10 @@ class Inputs:
     @cached_property
     def has_shared_lines(self) -> bool:
         """Return True if one line of [B, T] holds several samples, beside padding."""
-        lines = self.owners.view(self.grid) if len(self.grid) == 2 else self.owners[:, None]
-        several = (lines != lines.amin(1, True)) & (lines != self.n) if lines.numel() else lines
-        return bool(several.any())
+        if len(self.grid) < 2 or not self.owners.numel():
+            return False
+        lines = self.owners.view(self.grid)
+        return bool(((lines != lines.amin(1, True)) & (lines != self.n)).any())
 
     def are_rows_of(self, use: Any) -> bool:
         """Return True if a use has these rows in front, and no other dimension may have them."""
