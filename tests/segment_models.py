@@ -56,6 +56,10 @@ def looking(m, x, ids, n):
     return m.out(pooled(torch.cat([torch.tanh(h), bags.to(h.dtype)], 1), ids, n, "index_add"))
 
 
+def repeating(m, x, ids, n):
+    return m.b(pooled(torch.tanh(m.a(torch.tanh(m.a(x)))), ids, n, "index_add"))
+
+
 def placing(m, words, x, ids=None):
     """Rows of an image take the places of the words 0, as in language models that see."""
     h, rows = m.emb(words), m.patch(x.view(-1, 1, 1, 2, 3)).flatten(1)
@@ -215,6 +219,8 @@ class Sets(Case):
                          slope=nn.PReLU(4), up=nn.ConvTranspose2d(4, 3, 2, 2),
                          bag=nn.EmbeddingBag(2, 2), patch=nn.Conv3d(1, 4, (1, 2, 3)),
                          out=nn.Linear(9, CLASSES))  # fmt: skip
+        if self.pool == "twice":
+            return Model(repeating, a=nn.Linear(D, D), b=nn.Linear(D, CLASSES))
         if self.pool != "softmax":
             return deep_set(self.pool)
         return Model(attending, v=nn.Linear(D, 8), s=nn.Linear(D, 1), o=nn.Linear(8, CLASSES))
@@ -343,6 +349,7 @@ CASES = {
     "placed, ids": (lambda: Placed(**Case.options), SIZES), "packed, tied": (Packed, ROWS),
     "packed": (lambda: Packed(tied=False), ROWS), "encoder": (lambda: Packed(make=encoder), ROWS),
     "packed, by function": (lambda: Packed("by function"), ROWS),
+    "twice": (lambda: Sets("twice"), [[*range(1, 19)], [3, 4, 2], [*range(20, 0, -1)]]),
 }  # fmt: skip
 
 

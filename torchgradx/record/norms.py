@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .. import ops
+from ..extension import NATIVE
+from ..gradients.grouped import Grouped, Pairs
+from ..graph.segments import MAX_RUNS
 from ..layers.rules import Layer
 from ..reference.chunks import accumulation_dtype, chunks
 
@@ -62,7 +65,6 @@ def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | No
     """Return the same for terms of which some have rows [rows, *] in no fixed order. owners: for
     each term the sample of each row [rows], N for padding; None if the samples are in front."""
     wide, device = accumulation_dtype(terms[0].grads.dtype), terms[0].grads.device
-    sq_norms = torch.zeros(n, dtype=wide, device=device)
     owned = {k: rows for k, rows in enumerate(owners) if rows is not None}
     counts = [torch.bincount(rows, minlength=n + 1) for rows in owned.values()]
     lengths = torch.stack(counts).tolist()  # by term and sample, read from the device at once
@@ -71,6 +73,10 @@ def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | No
     alike: dict[tuple[int, ...], list[int]] = {}  # samples with equal lengths: one batch
     for sample in range(n):
         alike.setdefault(tuple(length[sample] for length in lengths), []).append(sample)
+    are_rows = len(owned) == len(terms) and all(map(_is_linear, terms))
+    if NATIVE and are_rows and len(alike) > MAX_RUNS:
+        return _sq_norms_of_rows(n, terms, owners)
+    sq_norms = torch.zeros(n, dtype=wide, device=device)
     for members in alike.values():
         samples, parts = torch.tensor(members, device=device), []
         for k, (layer, a, g) in enumerate(terms):
@@ -81,6 +87,22 @@ def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | No
         if parts:
             sq_norms[samples] = combine(len(members), parts).to(wide)
     return sq_norms
+
+
+def _is_linear(term: Term) -> bool:
+    return term.layer is not None and term.layer.kind == "linear"
+
+
+def _sq_norms_of_rows(n: int, terms: Sequence[Term], owners: Sequence[Any]) -> Tensor:
+    """Return the same for a weight that multiplies rows with owners: one kernel reads those of all
+    uses."""
+    operands = [(t.flatten(0, -2) for t in term if isinstance(t, Tensor)) for term in terms]
+    left, right = (torch.cat(_cast_alike([*column])) for column in zip(*operands, strict=True))
+    each = zip(terms, owners, strict=True)
+    rows = torch.cat([own.repeat_interleave(prod(t.grads.shape[1:-1])) for t, own in each])
+    left, right = _cast_alike([left, right])
+    pairs = Pairs.of(rows, torch.zeros_like(rows), n, 1)
+    return Grouped(left, right, pairs, is_single=True).sq_norms()
 
 
 def _layer_like(a: Tensor | None, g: Tensor, n: int, terms: Sequence[Term]) -> Layer | None:
