@@ -12,6 +12,7 @@ class Embedding final : public Layer {
   Embedding(int64_t rows, int64_t padding_idx, bool sparse, double max_norm)
       : rows_(rows), padding_idx_(padding_idx), sparse_(sparse), bounded_(max_norm >= 0) {
     lowered = biased = false;
+    lends = sparse;
   }
 
   bool batched(const Tensor& input) const override {

@@ -56,6 +56,7 @@ struct Layer {
   bool biased = true;        // a module of this kind may have a bias
   bool reads_input = true;   // for its input's gradient
   bool makes_input = false;  // fused() makes its input's gradient too
+  bool lends = false;        // its weight's gradient may hold the memory of its output's, as a sparse one does
 
   virtual bool batched(const Tensor& input) const = 0;  // it has a dimension for samples
   virtual bool fuses(const Operands&, const Tensor& /*weight*/) const {

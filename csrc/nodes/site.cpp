@@ -67,7 +67,8 @@ Use::Use(std::shared_ptr<Site> site, std::shared_ptr<Pass> pass, int64_t index, 
       index(index),
       wants_weight(wants_weight),
       wants_bias(wants_bias),
-      held(at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true).has_value()) {
+      held(at::SavedTensorDefaultHooks::get_hooks(/*ignore_is_tracing=*/true).has_value()),
+      borrows(this->site->layer->lends && this->site->weight_grad) {
   if (held) this->site->recorder->hold();
 }
 

@@ -52,7 +52,7 @@ struct Use : torch::CustomClassHolder {
   int64_t index;
   bool wants_weight, wants_bias;
   bool held;             // its saved tensors go through hooks
-  bool borrows = false;  // in a compiled graph, which uses its tensors' memory again
+  bool borrows;          // its tensors' memory is written into again: in a compiled graph, or by who has .grad
 
   Use(std::shared_ptr<Site> site, std::shared_ptr<Pass> pass, int64_t index, bool wants_weight, bool wants_bias);
   ~Use() override;

@@ -125,6 +125,8 @@ def lookup_product(node: Node, ids: Tensor, g: Tensor) -> LookedUp:
     ids, rows = ids.reshape(n, -1), g.reshape(n, -1, g.shape[-1])
     if padding < count:  # without padding_idx the node saved the largest integer
         rows = rows.masked_fill((ids == padding).unsqueeze(2), 0)
+    elif node._saved_sparse:  # a sparse .grad has the same memory, into which GradScaler writes
+        rows = rows.clone()
     return LookedUp(ids, rows, count)
 
 

@@ -83,7 +83,11 @@ def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | No
             index = torch.stack([rows_of[k][one] for one in members]) if k in rows_of else samples
             if index.numel():
                 index = index.flatten() if layer and layer.kernel_size else index  # of images
-                parts.append(Term(layer, None if a is None else a[index], g[index]))
+                a, g = None if a is None else a[index], g[index]
+                if a is not None and index.dim() > 1:  # rows may be [R, 1, *]
+                    a = a.flatten(1, -2 if a.is_floating_point() else -1)
+                    g = g.flatten(1, -2)
+                parts.append(Term(layer, a, g))
         if parts:
             sq_norms[samples] = combine(len(members), parts).to(wide)
     return sq_norms
