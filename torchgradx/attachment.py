@@ -94,7 +94,7 @@ class Attachment:
         self._paused = 0
         self._asides = 0  # open contexts that lend the model to another probe
         self._local = _OfThread()
-        self._hooks: Hooks | None = None
+        self._hooks: list[Hooks] = []  # empty: all are removed
         self._keeping: Keeping | None = None
         self._listen(model)
         attachments.add(self)
@@ -108,19 +108,18 @@ class Attachment:
             call = partial(weakly, weakref.ref(self))
             self._trace = Trace(self._options, call("_open_in_graph"))
             shared = (self._recorder, self._audit, self._parameters, self._options, self._trace)
-            context = Context(*shared, self._standing)
+            context = Context(*shared, self._standing, self._hooks)
             self._standing.enter()
             for index, layer in enumerate(self._layers):
                 site = site_of(modules[layer.name], layer, index, context)
                 self._sites.append(site)
                 self._trace.add(modules[layer.name], layer, getattr(site, "core", None))
             blocks = [m for m in modules.values() if may_route(m) and m is not root_of(model)]
-            self._keeping = Keeping(blocks)
+            self._keeping = Keeping(blocks, self._hooks)
             self._recorder.shields = not self._options["weight_grad"]
             self._recorder.keeps_tape = self._options["clip"]
             root = root_of(model)
-            self._hooks = Hooks(root)
-            add, more = self._hooks.add, {"with_kwargs": True}
+            add, more = Hooks(root, self._hooks).add, {"with_kwargs": True}
             enter, leave = self._trace.enter, self._trace.leave
             add(root.register_forward_pre_hook, call("_enter"), enter, prepend=True, **more)
             add(root.register_forward_hook, call("_leave"), leave, always_call=True, **more)
@@ -148,10 +147,8 @@ class Attachment:
             _leaving.add(self)
             return
         _leaving.discard(self)
-        for part in (self._hooks, self._keeping, *self._sites):
-            if part is not None:
-                part.remove()
-        self._hooks = None
+        while self._hooks:
+            self._hooks.pop().remove()
         self._sites.clear()
         self._standing.leave()
 
@@ -164,13 +161,13 @@ class Attachment:
     # Forward
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if self._hooks is None or self._samples.is_silent:
+        if not self._hooks or self._samples.is_silent:
             return  # removed since torch listed the hooks of this call; or a sample runs alone
         with without_user_modes():
             self._unwind()
             if not self._standing.on:
                 self._drained()
-            if self._hooks is not None:
+            if self._hooks:
                 outer = self._recorder.depth() and self._recorder.current()
                 self._recorder.push(outer or self._begin(module, args, kwargs))
                 self._local.calls.append(call_of_hook())
@@ -283,7 +280,7 @@ class Attachment:
             self._joint, self._local.eager = joint, None
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any = None) -> None:
-        if self._hooks is None or self._samples.is_silent:
+        if not self._hooks or self._samples.is_silent:
             return
         self._unwind()
         if self._local.calls[-1:] == [call_of_hook()]:  # else it failed before _enter

@@ -18,17 +18,15 @@ from .native import Hooks
 class Keeping:
     """The blocks of one model."""
 
-    def __init__(self, blocks: Collection[nn.Module]) -> None:
-        self._blocks, self._hooks = blocks, list(map(Hooks, blocks))
+    def __init__(self, blocks: Collection[nn.Module], every: list[Hooks]) -> None:
+        """every: see Hooks."""
+        self._blocks = blocks
         pass_on = lambda *_: None  # noqa: E731  # in a full graph
-        for block, hooks in zip(blocks, self._hooks, strict=True):
+        for block in blocks:
+            hooks = Hooks(block, every)
             hooks.add(block.register_forward_pre_hook, self._enter, pass_on, prepend=True)
             leave = {"prepend": True, "always_call": True}
             hooks.add(block.register_forward_hook, self._leave, pass_on, **leave)
-
-    def remove(self) -> None:
-        for hooks in self._hooks:
-            hooks.remove()
 
     def end(self) -> None:
         """Take off what the blocks of a forward that was interrupted have left."""

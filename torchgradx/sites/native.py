@@ -78,6 +78,7 @@ class Context:
     options: Mapping[str, Any]
     trace: Trace
     standing: StandIns
+    hooks: list[Hooks]  # which the attachment removes
     # By a recurrent module's id: the C++ site of each of its weights, in order.
     weight_sites: dict[int, list[Any]] = field(default_factory=dict)
 
@@ -85,10 +86,12 @@ class Context:
 class Hooks:
     """Our hooks on one module, which its copies leave out."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, every: list[Hooks]) -> None:
+        """every: the hooks of a probe, which these join."""
         self._kind = stock_of(type(module))
         self._handles: list[Any] = []
         exclude_from_copies(self._kind)
+        every.append(self)
 
     def add(self, register: Any, function: Any, traced: Any = None, **options: Any) -> None:
         """Register a hook by one of the module's methods. traced: see TracedHook."""
@@ -98,7 +101,6 @@ class Hooks:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles = []
         include_in_copies(self._kind)
 
 
@@ -121,7 +123,6 @@ class NativeSite:
         swaps = owns_backward(options) and (self._rule.swaps or (spares and not bounded))
         declared = SECOND if layer.role and self.declared >= 0 else self.declared
         self.core = make_core(layer, index, context, declared, self.presumed, swaps)
-        self._hooks = Hooks(module)
         if layer.role:
             forward_of = partial(attention_forward_of, context.recorder)
             projections = context.standing.put(module, forward_of).setdefault(id(module), {})
@@ -138,9 +139,6 @@ class NativeSite:
     def leads(self, dims: int) -> int:
         """Return how many leading dimensions of its input count rows."""
         return self._rule.leads(self.layer, dims)
-
-    def remove(self) -> None:
-        self._hooks.remove()
 
 
 def make_core(

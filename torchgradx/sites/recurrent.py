@@ -88,9 +88,6 @@ class RecurrentWeight:
     def leads(self, dims: int) -> int:
         return 1
 
-    def remove(self) -> None:
-        """Do nothing: the module's own site is removed."""
-
 
 def _forward_of(stock: Any, sites: dict[int, Any]) -> Any:
     """Return a forward for `make_subclass`."""

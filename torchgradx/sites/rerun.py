@@ -62,7 +62,7 @@ class FallbackSite(Delivery):
         in_containers = any("." in name for name in self._names.values())
         names_and_places = tuple(self._names.values()), tuple(self._names)
         self._slots = None if in_containers or self._may_mix else names_and_places
-        self._hooks = Hooks(module)
+        self._hooks = Hooks(module, context.hooks)
         # A user's hook computes the weight before the forward: its nodes are the call's too.
         self._has_maker = any(map(makes_weight, module._forward_pre_hooks.values()))
         if self._has_maker:
@@ -73,9 +73,6 @@ class FallbackSite(Delivery):
         add, module = self._hooks.add, self._module
         add(module.register_forward_pre_hook, self._before_forward, with_kwargs=True)
         add(module.register_forward_hook, self._after_forward, prepend=True, with_kwargs=True)
-
-    def remove(self) -> None:
-        self._hooks.remove()
 
     def leads(self, dims: int) -> int:
         """Return how many leading dimensions of an output count rows: [N, ...] or [T, N, ...]."""
