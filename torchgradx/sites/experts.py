@@ -85,10 +85,6 @@ class ExpertProduct:
             return torch.bucketize(torch.arange(rows, device=device), self.matrix, right=True)
         return self.matrix % count
 
-    def without_graph(self) -> ExpertProduct:
-        """Return the same for `operands` alone."""
-        return replace(self, node=None, edge=None, matrix=0)
-
     def operands(self, node: Node, g: Tensor | None, parameter: Tensor) -> tuple[Tensor, Tensor]:
         """Return (left, right), by row, whose outer products are the parameter's gradient. g: what
         the node receives; None: zeros."""
@@ -144,7 +140,8 @@ class ExpertUse:
         self._pairs = {place: group.pairs for place, group in groups.items()}
         for place, group in groups.items():
             for k, product in enumerate(group.products):
-                arrive = partial(self._arrive, place, k, product.without_graph())
+                for_operands = replace(product, node=None, edge=None, matrix=0)
+                arrive = partial(self._arrive, place, k, for_operands)
                 product.node.register_prehook(arrive)
 
     def begin(self) -> None:
