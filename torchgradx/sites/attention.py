@@ -27,22 +27,18 @@ class Projection:
     """One projection of an attached module."""
 
     def __init__(self, site: Any, index: int, layer: Any, declared: int, fused: bool) -> None:
-        self._site, self._index, self._declared, self._fused = site, index, declared, fused
+        self.site, self._index, self._declared, self._fused = site, index, declared, fused
         self.places = list(layer.parameters)
 
     def __call__(self, run: Pass | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if run is not None and self._declared == SEQUENCE and x.shape[1] != run.n:
             run.refuse(self._index, cause("attention_rows", rows=x.shape[1], n=run.n))
-        out: Tensor | None = _C.call(self._site, x, weight, bias) if self._fused else None
+        out: Tensor | None = _C.call(self.site, x, weight, bias) if self._fused else None
         if out is None:
             out = F.linear(x, weight, bias)
             if not self._fused:
-                _C.tap(self._site, x, weight, bias, out)
+                _C.tap(self.site, x, weight, bias, out)
         return out
-
-    def count(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Count a use without recording it: a checkpoint will run the forward again."""
-        _C.count(self._site, x, weight, bias)
 
 
 class _Call:
@@ -64,12 +60,12 @@ class _Call:
         functional = {**vars(F), "multi_head_attention_forward": attention}
         forward = _with_globals(stock.forward, {"F": SimpleNamespace(**functional)})
         out = forward(self._module, *args, **kwargs)
-        if self._batch < 0:  # one fused kernel ran, as under no_grad
+        if self._batch < 0:  # one fused kernel ran, as in a checkpoint, which will run again
             m = self._module
             x = args[0] if args else kwargs["query"]
             x = x.transpose(0, 1) if m.batch_first else x
-            self._projections[SELF].count(x, m.in_proj_weight, m.in_proj_bias)
-            self._projections[OUT].count(x, m.out_proj.weight, m.out_proj.bias)
+            _C.count(self._projections[SELF].site, x, m.in_proj_weight, m.in_proj_bias)
+            _C.count(self._projections[OUT].site, x, m.out_proj.weight, m.out_proj.bias)
         return out
 
     def _project_packed(
