@@ -209,12 +209,11 @@ class Delivery:
         call = Call(use.module, names, arguments, grads, run.n, *rest)
         if any(grads[k] is not None for k in use.inner):
             call = without_inner_grads(call, use.inner, self._unrecorded)
-        gradients: Sequence[Gradients] | None = None
-        if layout != SEGMENTS and self._closed_form and (by_name := self._closed_form(call)):
-            gradients = [by_name[name] for name in names]
-        if gradients is None:
+        by_name = self._closed_form(call) if self._closed_form and layout != SEGMENTS else None
+        if by_name is None:
             self._deliver_chunks(use, call)
             return
+        gradients = [by_name[name] for name in names]
         self._record_sums(use, call, gradients)
         for place, g in zip(use.places, gradients, strict=True):
             deliver(run, self._recorder, place, g)
