@@ -17,7 +17,7 @@ from ..extension import _C
 from ..graph.layout import BATCH
 from ..hooks.copies import Hook, stock_of
 from ..layers.rules import Layer
-from ..layers.table import declared_layout
+from ..layers.table import declared_layout, owns_backward
 from . import through_time
 from .native import Context, make_core
 from .packed import Packed
@@ -25,14 +25,17 @@ from .rerun import FallbackSite
 
 
 class RecurrentSite(FallbackSite):
-    """Site of a recurrent module whose gradients may be ours."""
-
-    by_nodes = True  # of calls that through_time.py does not serve
+    """Site of a recurrent module, whose gradients may be ours or stay PyTorch's."""
 
     def _attach(self, context: Context) -> None:
         module, options = self._module, context.options
-        self._stock = stock_of(type(module))
         self._closed_form = partial(through_time.run_beside, self.layer.notes)
+        self._is_ours = owns_backward(options)
+        if not self._is_ours:
+            self.layer.notes["through time"] = None
+            super()._attach(context)
+            return
+        self._stock = stock_of(type(module))
         self._needs_kernel = options["backend"] == "native"
         self._weight_sites = context.weight_sites.setdefault(id(module), [])
         context.standing.put(module, _forward_of)[id(module)] = Hook(self._forward)
@@ -57,17 +60,10 @@ class RecurrentSite(FallbackSite):
         count = len(self._weight_sites) // layers
         return _C.call_recurrent(self._weight_sites[k * count : (k + 1) * count], *arguments)
 
-
-class BesideSite(FallbackSite):
-    """Site of a recurrent module whose gradients stay PyTorch's."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._closed_form = partial(through_time.run_beside, self.layer.notes)
-        self.layer.notes["through time"] = None
-
     @property
     def by_nodes(self) -> bool:
+        if self._is_ours:
+            return True  # of calls that through_time.py does not serve
         regime = getattr(self._call, "regime", None)  # of a call on this thread
         # Under autocast, `run_beside` serves only an LSTM. Elsewhere it costs less than the nodes.
         casts = regime is not None and regime.autocast is not None

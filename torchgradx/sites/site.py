@@ -9,9 +9,9 @@ from torch import nn
 
 from ..extension import Recorder
 from ..layers.rules import Layer, rule_named
-from ..layers.table import Parameters, owns_backward
+from ..layers.table import Parameters
 from .native import Context, NativeSite
-from .recurrent import BesideSite, RecurrentSite, RecurrentWeight
+from .recurrent import RecurrentSite, RecurrentWeight
 from .rerun import FallbackSite
 
 Site: TypeAlias = NativeSite | FallbackSite | RecurrentWeight
@@ -23,11 +23,10 @@ def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Si
     if layer.inside:
         kind = RecurrentWeight
     elif layer.kind == "recurrent":
-        kind = RecurrentSite if owns_backward(context.options) else BesideSite
+        kind = RecurrentSite
     elif layer.kind == "vmap" or rule_named(layer.kind).has_closed_form:
         kind = FallbackSite
-    site: Site = kind(module, layer, index, context)
-    return site
+    return kind(module, layer, index, context)
 
 
 class ProbeParts(NamedTuple):
