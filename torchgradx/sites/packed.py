@@ -7,18 +7,16 @@ sequence's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 
 from ..graph.nodes import COPY_SLICES, Edge, Graph, Node, shape_of
 from ..graph.owners import owners_within, set_flags
 from ..graph.unpacking import saved_value
-from ..refusals import cause
 
 
 class Packed:
@@ -124,13 +122,3 @@ def samples_of(out: Any, n: int) -> Tensor | None:
         return None
     packed = Packed(first)
     return packed.samples.to(packed.data.device) if packed.rows == n else None
-
-
-def why_not_rerun(parameters: Iterable[Tensor], arguments: Any, packs: bool, n: int) -> str | None:
-    """Return the cause for which a module cannot run again by sample, as far as its call shows.
-    packs: its first output is a packed sequence."""
-    if any(p.is_complex() for p in parameters):
-        return "complex"
-    leaves = tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
-    is_packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
-    return cause("packed", n=n) if is_packed and not packs else None

@@ -120,14 +120,6 @@ class Outcome:
         return difference / max(sizes) if difference else 0.0
 
 
-def outcomes_of(
-    outputs: Sequence[Tensor], versions: Sequence[int], eps: float
-) -> list[Outcome | None]:
-    """Return the outcome of each output; None if it was written into since these versions."""
-    pairs = zip(outputs, versions, strict=True)
-    return [Outcome.of(t, eps) if t._version == version else None for t, version in pairs]
-
-
 def require_same(outcomes: Sequence[Outcome | None], again: Sequence[Tensor | None]) -> None:
     """Raise unless outputs that were computed again (None: not compared) equal the forward's."""
     if outcomes and len(outcomes) != len(again):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from ..extension import _C, NATIVE, Pass
@@ -25,13 +26,14 @@ from ..graph.unpacking import saves_through_hooks
 from ..hooks.copies import stock_of
 from ..layers.modules import CONTAINERS, parameter_of
 from ..layers.rules import Layer
+from ..refusals import cause
 from .delivery import Delivery, RerunUse
 from .expert_products import Rows, find_products
 from .experts import NO_PRODUCTS, ExpertGroup, ExpertUse, is_experts
 from .fallback import CHANNELS_FIRST
 from .native import MAY_MIX, Context, Hooks, why_mixed
-from .packed import samples_of, why_not_rerun
-from .regime import Regime, may_draw, outcomes_of
+from .packed import samples_of
+from .regime import Outcome, Regime, may_draw
 from .several import end_of, ends_at, ends_of_module, inner_outputs, needed_by
 from .stand_in import has_users_forward, makes_weight
 
@@ -144,12 +146,17 @@ class FallbackSite(Delivery):
     def _why_not(
         self, arguments: Any, parameters: dict[int, Tensor], packs: bool, n: int
     ) -> str | None:
-        """Return the cause for which this call has no gradients by sample, or cannot run again."""
+        """Return the cause for which this call has no gradients by sample, or cannot run again.
+        packs: its first output is a packed sequence."""
         args, kwargs = arguments
         mixes = why_mixed(self._module, [*args, *kwargs.values()], n) if self._may_mix else None
         if mixes or not parameters:  # batch statistics mix the gradients of layers above too
             return mixes if parameters or mixes == "batch_statistics" else None
-        return why_not_rerun(parameters.values(), arguments, packs, n)
+        if any(p.is_complex() for p in parameters.values()):
+            return "complex"
+        leaves = tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, PackedSequence))
+        is_packed = any(isinstance(leaf, PackedSequence) for leaf in leaves)
+        return cause("packed", n=n) if is_packed and not packs else None
 
     def _record_use(
         self,
@@ -235,7 +242,11 @@ class FallbackSite(Delivery):
         if not (is_proven and groups and self.layout_of(use) == self.presumed):
             use.save(arguments)
             if has_users_forward(self._module):
-                use.outcomes = outcomes_of(outputs, versions, use.eps)
+                pairs = zip(outputs, versions, strict=True)  # None: written into since
+                use.outcomes = [
+                    Outcome.of(t, use.eps) if t._version == version else None
+                    for t, version in pairs
+                ]
         leaves = tree_leaves(arguments)
         if len(ends) > 1:
             use.has_several_nodes, use.inner = True, inner_outputs(outputs, leaves)
