@@ -55,6 +55,7 @@ class Versions:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
 
-    def are_current(self) -> bool:
+    @property
+    def intact(self) -> bool:
         """Return True if no tensor was written into since."""
         return all(t._version == version for t, version in self._versions)

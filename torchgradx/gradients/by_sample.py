@@ -144,18 +144,14 @@ def added(g: Gradients, other: Gradients | None) -> Gradients:
     return g + in_full(other) if isinstance(g, Tensor) else g.added(other)
 
 
-class BySample:
+class BySample(Versions):
     """Gradients of one parameter, kept for clipping."""
 
     runs_again = False
 
     def __init__(self, place: int, grads: Gradients) -> None:
+        super().__init__([grads] if isinstance(grads, Tensor) else grads.operands)
         self.parameters, self._grads = [place], grads
-        self._versions = Versions([grads] if isinstance(grads, Tensor) else grads.operands)
-
-    @property
-    def intact(self) -> bool:
-        return self._versions.are_current()
 
     def weighted(self, factors: Tensor, places: Sequence[int]) -> list[Tensor]:
         return [weighted(self._grads, factors)]

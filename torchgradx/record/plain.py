@@ -348,7 +348,7 @@ class Pass:
     def changed(self) -> list[int]:
         """Return parameters with operands that were written into."""
         items = list(self._terms.items())
-        return [place for place, terms in items if not all(v.are_current() for _, v in terms)]
+        return [place for place, terms in items if not all(v.intact for _, v in terms)]
 
     def terms(self, place: int) -> list[KeptTerm]:
         return [term for term, _ in self._terms.get(place, [])]

@@ -210,7 +210,7 @@ def _samples_of(call: Call, t: Tensor) -> Tensor:
     return rows.view([-1 if d == dim else 1 for d in range(t.dim())])
 
 
-class ClipCall:
+class ClipCall(Versions):
     """A call that clipping runs once more."""
 
     runs_again = True
@@ -218,12 +218,7 @@ class ClipCall:
     def __init__(self, call: Call, places: list[int], unrecorded: Unrecorded) -> None:
         self.parameters, self._call, self._unrecorded = places, copy_to_keep(call), unrecorded
         leaves = [*tree_leaves(call.arguments), *call.module.parameters(), *self._call.grads]
-        self._versions = Versions(t for t in leaves if isinstance(t, Tensor))
-
-    @property
-    def intact(self) -> bool:
-        """Return True if nothing was written into what it keeps."""
-        return self._versions.are_current()
+        super().__init__(t for t in leaves if isinstance(t, Tensor))
 
     def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
         """Return sums over samples, each times its factor [N], for the parameters at `places`."""
