@@ -6,8 +6,7 @@ gets gradients by sample from a closed form, from expert products, or by running
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -205,10 +204,10 @@ class Delivery:
         if self.overwrites:
             raise RefusedError("overwrites")
         names = [self._names[place] for place in use.places]
-        rest = layout, use.first_shape, use.regime, samples, use.outcomes
+        rest = layout, use.first_shape, use.regime, self._recorder, samples, use.outcomes
         call = Call(use.module, names, arguments, grads, run.n, *rest)
         if any(grads[k] is not None for k in use.inner):
-            call = without_inner_grads(call, use.inner, self._unrecorded)
+            call = without_inner_grads(call, use.inner)
         by_name = self._closed_form(call) if self._closed_form and layout != SEGMENTS else None
         if by_name is None:
             self._deliver_chunks(use, call)
@@ -222,12 +221,12 @@ class Delivery:
         """Run the module again, and give the pass the gradients of some samples at a time."""
         run, places = use.run, use.places
         if self._recorder.keeps_tape:
-            run.keep_on_tape(ClipCall(call, places, self._unrecorded))
+            run.keep_on_tape(ClipCall(call, places))
         waits = [run.waits(place) for place in places]
         directions = [run.directions[place] if run.directions else None for place in places]
         columns: list[list[Tensor]] = [[] for _ in places]  # gradients if it waits, else norms
         dots: list[Tensor] = []
-        for _, gradients in per_sample_gradients(call, self._unrecorded, self.layer.notes):
+        for _, gradients in per_sample_gradients(call, self.layer.notes):
             self._record_sums(use, call, gradients)
             products = [along(g, v).double() for g, v in zip(gradients, directions, strict=True)
                         if v is not None]  # fmt: skip
@@ -263,12 +262,3 @@ class Delivery:
     def _refuse_error(self, error: Exception) -> None:
         why = cause("failed", error=f"{type(error).__name__}: {error}")
         self._recorder.refuse(self._index, getattr(error, "cause", why))
-
-    @contextlib.contextmanager
-    def _unrecorded(self) -> Iterator[None]:
-        """Record nothing inside, on this thread."""
-        self._recorder.push(None)
-        try:
-            yield
-        finally:
-            self._recorder.pop()

@@ -9,7 +9,7 @@ vector-Jacobian product is taken for each sample.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -35,7 +35,6 @@ from ..refusals import RefusedError, cause
 from .regime import OtherOutputsError, Outcome, Regime, require_same
 from .stand_in import copy_state, stand_in, swap_tensors
 
-Unrecorded = Callable[[], contextlib.AbstractContextManager[None]]  # nothing inside is recorded
 Chunks = Iterator[tuple[slice, list[Tensor]]]  # samples, and gradients [n, *shape] by parameter
 
 CHANNELS_FIRST = (_ConvNd, _NormBase, nn.GroupNorm)
@@ -54,6 +53,7 @@ class Call:
     layout: int
     first_shape: Sequence[int]  # of the output that has this layout
     regime: Regime
+    recorder: Any  # of the probe
     samples: Tensor | None = None  # of each row of the first output, if it is packed
     outcomes: Sequence[Outcome | None] = ()  # of the forward, by output; empty: not compared
 
@@ -64,6 +64,16 @@ class Call:
             return 0  # in rows t*N+n, since the second dimension is of channels
         shape = self.first_shape
         return int(self.layout == SEQUENCE and len(shape) > 2 and shape[1] == self.n)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Run what is inside as the forward ran, and record nothing, on this thread."""
+        self.recorder.push(None)
+        try:
+            with self.regime.again():
+                yield
+        finally:
+            self.recorder.pop()
 
 
 class _Forward(nn.Module):
@@ -79,13 +89,13 @@ class _Forward(nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
-def per_sample_gradients(call: Call, unrecorded: Unrecorded, notes: dict[str, Any]) -> Chunks:
+def per_sample_gradients(call: Call, notes: dict[str, Any]) -> Chunks:
     """Yield gradients by vmap, else by a replay. notes: get "vmap" or "replay"."""
     done = 0
     try:
         if call.samples is not None:
             raise ValueError("rows that have owners have no dimension of samples")
-        with unrecorded(), call.regime.again():
+        with call.again():
             for chunk, gradients in _run_vmap(copy_to_run(call)):
                 notes["vmap"] = None
                 yield chunk, gradients
@@ -95,7 +105,7 @@ def per_sample_gradients(call: Call, unrecorded: Unrecorded, notes: dict[str, An
         if isinstance(error, OtherOutputsError) and error.gross:
             raise  # samples depend on each other; after other errors a replay may succeed
     notes["replay"] = None
-    with unrecorded(), call.regime.again():
+    with call.again():
         for chunk, gradients in _run_replay(copy_to_run(call)):
             if chunk.start >= done:
                 yield chunk, gradients
@@ -215,8 +225,8 @@ class ClipCall(Versions):
 
     runs_again = True
 
-    def __init__(self, call: Call, places: list[int], unrecorded: Unrecorded) -> None:
-        self.parameters, self._call, self._unrecorded = places, copy_to_keep(call), unrecorded
+    def __init__(self, call: Call, places: list[int]) -> None:
+        self.parameters, self._call = places, copy_to_keep(call)
         leaves = [*tree_leaves(call.arguments), *call.module.parameters(), *self._call.grads]
         super().__init__(t for t in leaves if isinstance(t, Tensor))
 
@@ -224,7 +234,7 @@ class ClipCall(Versions):
         """Return sums over samples, each times its factor [N], for the parameters at `places`."""
         by_name = named_in_full(self._call.module)
         sums = [torch.zeros_like(by_name[name], requires_grad=False) for name in self._call.names]
-        for chunk, gradients in per_sample_gradients(self._call, self._unrecorded, {}):
+        for chunk, gradients in per_sample_gradients(self._call, {}):
             terms = (weighted(g, factors[chunk]).view_as(g[0]) for g in gradients)
             sums = list(map(torch.add, sums, terms))
         return [g for place, g in zip(self.parameters, sums, strict=True) if place in places]

@@ -7,7 +7,6 @@ gradient of y alone does not show. An *end* is one output of a graph node: (node
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -72,7 +71,7 @@ def ends_of_module(
     first output, if it is packed."""
     above = {(t.grad_fn, t.output_nr) for t in inputs}
     regime = Regime(first.device, None, None)
-    calls = [Call(module, (), ((), {}), outputs, n, layout, first.shape, regime)
+    calls = [Call(module, (), ((), {}), outputs, n, layout, first.shape, regime, None)
              for layout in (BATCH, SEQUENCE)]  # fmt: skip
     ends = []
     for t in outputs:
@@ -148,12 +147,10 @@ def inner_outputs(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
     return {ends[edge] for node in nodes for edge in node.next_functions if edge in ends}
 
 
-def without_inner_grads(
-    call: Call, inner: set[int], silent: Callable[[], AbstractContextManager[None]]
-) -> Call:
+def without_inner_grads(call: Call, inner: set[int]) -> Call:
     """Return the call without the parts of gradients at `inner` outputs that came through others: a
     replay would count these twice, since it pulls back the gradients of all outputs."""
-    with silent(), call.regime.again():
+    with call.again():
         outputs, _ = run_again(copy_to_run(call))
         grads: dict[int, Tensor] = {}  # that came from outside of the module
         order = [(t.grad_fn._sequence_nr(), k) for k, t in enumerate(outputs) if t.grad_fn]

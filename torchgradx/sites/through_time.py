@@ -155,7 +155,7 @@ def run_beside(notes: dict[str, str | None], call: Call) -> dict[str, Gradients]
     module: Any = copy_to_keep(call).module
     weights = recurrent_weights(module)
     ids = [id(p) for p in module._parameters.values() if p is not None]
-    with call.regime.again():
+    with call.again():
         is_served = can_serve(module, *args, **kwargs)
     if not (weights and is_served and len(set(ids)) == len(ids) and _has_one_row_each(call, x)):
         return None
@@ -171,7 +171,7 @@ def run_beside(notes: dict[str, str | None], call: Call) -> dict[str, Gradients]
         return _C.call_recurrent([], of, x, state, cell, weights, gathered[-1])
 
     module.__dict__["forward"] = partial(run, layer, module)
-    with call.regime.again():
+    with call.again():
         outputs, parameters = run_again(replace(call, module=module))
     arrived = [k for k, g in enumerate(call.grads) if g is not None]
     ends, grads = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
