@@ -88,14 +88,14 @@ class Rule:
     name: str
     accepts: Callable[[Any], bool]  # whether it serves a module
     describe: Callable[[Any], dict[str, Any]]  # module -> fields of its Layer
-    make: Callable[[Layer], Any] = lambda layer: None  # -> its arithmetic, a Layer of csrc/layers
+    # -> its arithmetic, a Layer of csrc/layers; None: its parts have one, or a closed form serves
+    make: Any = None
     # (layer, dimensions of its input) -> how many of them, from the first, count rows
     leads: Callable[[Layer, int], int] = lambda layer, dims: 1
     swaps: bool = True  # our forward replaces the stock one; False: we tap its output
     whole: bool = False  # the stock forward is one operator, which C++ calls; then `swaps` is False
     served_by: str = ""  # for explain(); empty: the cost model chooses an algorithm
     argument: str = "input"  # name of the forward's first argument
-    has_closed_form: bool = False  # no `make`: see the closed forms in sites/fallback.py
     # (module, places by name) -> fields of several layers, in place of `describe`
     parts: Callable[..., Iterator[dict[str, Any]]] | None = None
 
@@ -256,7 +256,7 @@ def _is_of_package(package: str, name: str) -> Callable[[Any], bool]:
 def _row(
     kind: Any,
     describe: Callable[[Any], dict[str, Any]],
-    make: Callable[[Layer], Any] = Rule.make,
+    make: Callable[[Layer], Any] | None = None,
     leads: Callable[[Layer, int], int] = Rule.leads,
     *,
     methods: Sequence[str] = (),
@@ -298,8 +298,8 @@ def _rules() -> Iterator[tuple[type[nn.Module] | str, Rule]]:
         nn.Embedding, _describe_table, table, lambda layer, dims: dims, when=_is_unscaled, **tables
     )
     plain = lambda module: module.max_norm is None and _is_unscaled(module)  # noqa: E731
-    yield _row(nn.EmbeddingBag, _constants(), when=plain, served_by=BAGS, has_closed_form=True)
-    yield _row(nn.Bilinear, _constants(), served_by=PAIRS, has_closed_form=True)
+    yield _row(nn.EmbeddingBag, _constants(), when=plain, served_by=BAGS)
+    yield _row(nn.Bilinear, _constants(), served_by=PAIRS)
     attends = Rule("multiheadattention", attention.accepts, _constants(), parts=attention.parts)
     yield nn.MultiheadAttention, attends
     sweep: dict[str, Any] = {"served_by": SWEEP}

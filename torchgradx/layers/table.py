@@ -177,7 +177,7 @@ def find_layers(
             weight=places.get("weight", -1),
             bias=places.get("bias", -1),
             parameters=tuple(dict.fromkeys(places.values())),
-            ruled=bool(rule and not rule.parts and not rule.has_closed_form),
+            ruled=rule is not None and rule.make is not None,
             **(rule.describe(module) if rule and native else {}),
         )
         layers.append(layer)

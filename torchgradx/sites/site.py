@@ -24,7 +24,7 @@ def site_of(module: nn.Module, layer: Layer, index: int, context: Context) -> Si
         kind = RecurrentWeight
     elif layer.kind == "recurrent":
         kind = RecurrentSite
-    elif layer.kind == "vmap" or rule_named(layer.kind).has_closed_form:
+    elif layer.kind == "vmap" or rule_named(layer.kind).make is None:
         kind = FallbackSite
     return kind(module, layer, index, context)
 
