@@ -38,7 +38,6 @@ class Job:
     quantity: Quantities
     wanted: NDArray[np.bool_]
     ranks: Ranks
-    options: Mapping[str, Any]  # of attach
     split: Split | None
     eval_mode: bool
     shows: bool
@@ -157,7 +156,7 @@ class Job:
                 lacking = self.split is None and self.quantity.loss_fn is not None
                 n, order = len(indices), None
                 if self.quantity.by_sample:
-                    indices, order, n, grid = items_of(indices, inputs, self.options)
+                    indices, order, n, grid = items_of(indices, inputs, self.quantity.options)
                     if grid and list(self.quantity.kinds) != ["norm"]:
                         raise ValueError('kind must be "norm" with sample_ids [B, T]')
                 if not n:
@@ -179,7 +178,7 @@ class Job:
         if not self.quantity.backwards:
             return contextlib.nullcontext()
         reduction = {"loss_reduction": self.quantity.loss_reduction}
-        return norms_only(model, **{"check": "samples", **self.options, **reduction})
+        return norms_only(model, **{"check": "samples", **self.quantity.options, **reduction})
 
     def _rows(
         self, found: Mapping[str, Tensor], prefix: str, columns: list[str]

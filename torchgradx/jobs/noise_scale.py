@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..options import check_per
 from ..probe import Probe
 from .arguments import MODEL, norms_of
-from .ranks import Ranks, running
+from .ranks import Ranks
 
 SPANS = np.array([1 / 6, 1 / 3])  # of the two averages, as parts of the steps so far
 LONGEST = np.array([100.0, 200.0])  # steps
@@ -123,7 +123,7 @@ class NoiseScale:
 
     def _measure(self, source: Any, grad: Any) -> tuple[list[float], list[float]]:
         """[4 + K]: count, W, Q, sum w_n |g_n| and the sum of |g_n|^2 by group; [K]: |.grad|^2."""
-        ranks = Ranks(running() if self.distributed is None else self.distributed)
+        ranks = Ranks(self.distributed is None or self.distributed)
         with ranks.together():
             weights, groups, here, sharded = self._read(source, grad)
             if self.steps and list(groups) != self._names:

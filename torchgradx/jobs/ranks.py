@@ -13,13 +13,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 
-def running() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 class Ranks:
     def __init__(self, distributed: bool) -> None:
-        several = distributed and running()
+        several = distributed and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if several else 0
         self.world = dist.get_world_size() if several else 1
         self._parted = False  # all ranks know that they do not go on

@@ -187,7 +187,7 @@ def score(
     quantity = Quantities(kinds, per, loss_fn, loss_reduction, logits, top_classes, options)
     shows = progress and ranks.rank == 0
     kept = path and ranks.beside(path)
-    job = Job(pool, quantity, wanted, ranks, options, split, eval_mode, shows, kept, facts, resume)
+    job = Job(pool, quantity, wanted, ranks, split, eval_mode, shows, kept, facts, resume)
     try:
         with ranks.together(), random_state_kept(pool.generators()):
             if path is not None:
