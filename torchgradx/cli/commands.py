@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as ended:  # --help, or a usage that argparse has explained
         return int(ended.code or 0)
     try:
-        return int(arguments.command(arguments) or 0)
+        arguments.command(arguments)
+        return 0
     except UsageError as error:
         text, code = str(error), 2
     except CoverageError as error:
@@ -138,7 +139,7 @@ def _verify_options(command: argparse.ArgumentParser) -> None:
     add("--rtol", type=float, help="the largest error allowed; unless given, by dtype")
 
 
-def _score(arguments: argparse.Namespace) -> int:
+def _score(arguments: argparse.Namespace) -> None:
     out = Path(arguments.out)
     if out.exists() and not arguments.force:
         raise UsageError(f"--out: {out} is there: say --force to replace it, or another name")
@@ -179,10 +180,9 @@ def _score(arguments: argparse.Namespace) -> int:
     finally:
         if ours:
             dist.destroy_process_group()
-    return 0
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def _verify(arguments: argparse.Namespace) -> None:
     device = _device(arguments.device)
     torch.manual_seed(arguments.seed)
     data = named.dataset(arguments.data)
@@ -209,7 +209,6 @@ def _verify(arguments: argparse.Namespace) -> int:
         backend=arguments.backend,
     )
     print(report)
-    return 0
 
 
 def summary(scores: Mapping[str, NDArray[Any]]) -> str:
