@@ -66,12 +66,16 @@ class Call:
         return int(self.layout == SEQUENCE and len(shape) > 2 and shape[1] == self.n)
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Run what is inside as the forward ran, and record nothing, on this thread."""
+    def again(self) -> Iterator[Call]:
+        """Yield a copy to run: a stand-in for the module, and arguments but for tensors. What is
+        inside runs as the forward ran, and records nothing, on this thread."""
+        copies: dict[int, Any] = {}
+        copy_leaf = lambda v: v if isinstance(v, Tensor) else copy_state(v, copies)  # noqa: E731
         self.recorder.push(None)
         try:
             with self.regime.again():
-                yield
+                arguments = tree_map(copy_leaf, self.arguments)
+                yield replace(self, module=stand_in(self.module), arguments=arguments)
         finally:
             self.recorder.pop()
 
@@ -95,8 +99,8 @@ def per_sample_gradients(call: Call, notes: dict[str, Any]) -> Chunks:
     try:
         if call.samples is not None:
             raise ValueError("rows that have owners have no dimension of samples")
-        with call.again():
-            for chunk, gradients in _run_vmap(copy_to_run(call)):
+        with call.again() as twin:
+            for chunk, gradients in _run_vmap(twin):
                 notes["vmap"] = None
                 yield chunk, gradients
                 done = chunk.stop
@@ -105,8 +109,8 @@ def per_sample_gradients(call: Call, notes: dict[str, Any]) -> Chunks:
         if isinstance(error, OtherOutputsError) and error.gross:
             raise  # samples depend on each other; after other errors a replay may succeed
     notes["replay"] = None
-    with call.again():
-        for chunk, gradients in _run_replay(copy_to_run(call)):
+    with call.again() as twin:
+        for chunk, gradients in _run_replay(twin):
             if chunk.start >= done:
                 yield chunk, gradients
 
@@ -226,8 +230,11 @@ class ClipCall(Versions):
     runs_again = True
 
     def __init__(self, call: Call, places: list[int]) -> None:
-        self.parameters, self._call = places, copy_to_keep(call)
-        leaves = [*tree_leaves(call.arguments), *call.module.parameters(), *self._call.grads]
+        # Gradients of one sample may become .grad.
+        grads = [g if g is None else g.clone() for g in call.grads] if call.n == 1 else call.grads
+        module = stand_in(call.module, weights=False)
+        self.parameters, self._call = places, replace(call, module=module, grads=grads)
+        leaves = [*tree_leaves(call.arguments), *call.module.parameters(), *grads]
         super().__init__(t for t in leaves if isinstance(t, Tensor))
 
     def weighted(self, factors: Tensor, places: list[int]) -> list[Tensor]:
@@ -273,20 +280,6 @@ def _run_replay(call: Call) -> Chunks:
             gradients = vjp(ends, parameters, masked)
             rows.append([g.to_dense() if g.is_sparse else g for g in gradients])
         yield chunk, [torch.stack(column) for column in zip(*rows, strict=True)]
-
-
-def copy_to_keep(call: Call) -> Call:
-    """Copy a call to run later: the module's state, and gradients that may become .grad (N = 1)."""
-    grads = [g if g is None else g.clone() for g in call.grads] if call.n == 1 else call.grads
-    return replace(call, module=stand_in(call.module, weights=False), grads=grads)
-
-
-def copy_to_run(call: Call) -> Call:
-    """Copy a call to run now: a stand-in for the module, and arguments but for tensors."""
-    copies: dict[int, Any] = {}
-    copy_leaf = lambda v: v if isinstance(v, Tensor) else copy_state(v, copies)  # noqa: E731
-    arguments = tree_map(copy_leaf, call.arguments)
-    return replace(call, module=stand_in(call.module), arguments=arguments)
 
 
 # Closed forms: gradients by the parameter's name. None: this call has none, and runs again.

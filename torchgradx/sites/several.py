@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..graph.layout import BATCH, SEQUENCE, Watched, owners
 from ..graph.nodes import Graph, nodes_below
-from .fallback import Call, copy_to_run, dim_of, run_again
+from .fallback import Call, dim_of, run_again
 from .regime import Regime
 
 
@@ -150,8 +150,8 @@ def inner_outputs(outputs: list[Tensor], arguments: list[Any]) -> set[int]:
 def without_inner_grads(call: Call, inner: set[int]) -> Call:
     """Return the call without the parts of gradients at `inner` outputs that came through others: a
     replay would count these twice, since it pulls back the gradients of all outputs."""
-    with call.again():
-        outputs, _ = run_again(copy_to_run(call))
+    with call.again() as twin:
+        outputs, _ = run_again(twin)
         grads: dict[int, Tensor] = {}  # that came from outside of the module
         order = [(t.grad_fn._sequence_nr(), k) for k, t in enumerate(outputs) if t.grad_fn]
         for _, k in sorted(order, reverse=True):  # an output before those that it is computed from

@@ -7,7 +7,6 @@ the gates of all steps, so that each weight is a Linear over the steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..gradients.by_sample import Gradients
 from ..gradients.outer import Outer
 from ..graph.layout import BATCH, SEQUENCE
 from ..layers.modules import recurrent_weights
-from .fallback import Call, copy_to_keep, run_again
+from .fallback import Call, run_again
 from .packed import Packed, is_consistent
 
 TENSOR_TYPES = {Tensor, nn.Parameter}
@@ -150,18 +149,6 @@ def _runs_onednn(module: Any, sizes: Any) -> bool:
 def run_beside(notes: dict[str, str | None], call: Call) -> dict[str, Gradients] | None:
     """Return gradients by sample, by the parameter's name, from one more run of the module; None:
     the call is not served, and is replayed. notes: get "through time" if it is served."""
-    args, kwargs = call.arguments
-    x = args[0] if args else kwargs["input"]
-    module: Any = copy_to_keep(call).module
-    weights = recurrent_weights(module)
-    ids = [id(p) for p in module._parameters.values() if p is not None]
-    with call.again():
-        is_served = can_serve(module, *args, **kwargs)
-    if not (weights and is_served and len(set(ids)) == len(ids) and _has_one_row_each(call, x)):
-        return None
-    drops = module.training and getattr(module, "dropout", 0) > 0
-    if drops and not has_same_bits(module, x):
-        return None  # cuDNN draws its random numbers itself
     gathered: list[Any] = []  # by layer, the operands of each weight
 
     def layer(
@@ -170,9 +157,20 @@ def run_beside(notes: dict[str, str | None], call: Call) -> dict[str, Gradients]
         gathered.append(_C.Gathered())
         return _C.call_recurrent([], of, x, state, cell, weights, gathered[-1])
 
-    module.__dict__["forward"] = partial(run, layer, module)
-    with call.again():
-        outputs, parameters = run_again(replace(call, module=module))
+    with call.again() as twin:
+        module: Any = twin.module
+        args, kwargs = twin.arguments
+        x = args[0] if args else kwargs["input"]
+        weights = recurrent_weights(module)
+        ids = [id(p) for p in module._parameters.values() if p is not None]
+        is_served = weights and len(set(ids)) == len(ids) and can_serve(module, *args, **kwargs)
+        drops = module.training and getattr(module, "dropout", 0) > 0
+        # A GPU's dropout is cuDNN's, which draws its random numbers itself.
+        is_drawn = drops and not has_same_bits(module, x)
+        if is_drawn or not (is_served and _has_one_row_each(call, x)):
+            return None
+        module.__dict__["forward"] = partial(run, layer, module)
+        outputs, parameters = run_again(twin)
     arrived = [k for k, g in enumerate(call.grads) if g is not None]
     ends, grads = [outputs[k] for k in arrived], [call.grads[k] for k in arrived]
     torch.autograd.grad(ends, parameters, grads, allow_unused=True)
