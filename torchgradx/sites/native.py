@@ -124,17 +124,18 @@ class NativeSite:
         declared = SECOND if layer.role and self.declared >= 0 else self.declared
         self.core = make_core(layer, index, context, declared, self.presumed, swaps)
         if layer.role:
-            forward_of = partial(attention_forward_of, context.recorder)
-            projections = context.standing.put(module, forward_of).setdefault(id(module), {})
+            attention_of = partial(attention_forward_of, context.recorder)
+            projections = context.standing.put(module, attention_of).setdefault(id(module), {})
             projection = Projection(self.core, index, layer, self.declared, fused=swaps)
             projections[layer.role] = projection
             return
-        in_cpp = self._rule.swaps or self._rule.whole
-        make = _cpp_forward_of if in_cpp else _tapped_forward_of
-        forward_of = partial(make, context.trace, self._rule.argument)
+        forward_of: Any = partial(_cpp_forward_of, context.trace, self._rule.argument)
+        called = self.core
+        if not (self._rule.swaps or self._rule.whole):
+            forward_of = _tapped_forward_of
+            called = _make_tap(self.core, index, layer.kind, context.recorder)
         on_change = context.parameters.altered.append
-        tap = None if in_cpp else _make_tap(self.core, index, layer.kind, context.recorder)
-        context.standing.put(module, forward_of, on_change)[id(module)] = tap or self.core
+        context.standing.put(module, forward_of, on_change)[id(module)] = called
 
     def leads(self, dims: int) -> int:
         """Return how many leading dimensions of its input count rows."""
@@ -196,18 +197,15 @@ def _cpp_forward_of(trace: Trace, argument: str, stock: Any, sites: dict[int, An
     return forward if argument == "input" else lambda self, x: forward(self, x)
 
 
-def _tapped_forward_of(trace: Trace, argument: str, stock: Any, taps: dict[int, Any]) -> Any:
-    """Return the stock forward followed by a tap of its output."""
+def _tapped_forward_of(stock: Any, taps: dict[int, Any]) -> Any:
+    """Return the stock forward followed by a tap of its output; such a module is never traced."""
 
     @untraced
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = stock.forward(self, *args, **kwargs)
-        x = args[0] if args else kwargs[argument]
-        if trace.token is not None and torch.compiler.is_dynamo_compiling():
-            return trace.layer(self, x, out)
         tap = taps.get(id(self))
         if tap is not None:
-            tap(self, x, out)
+            tap(self, args[0] if args else kwargs["input"], out)
         return out
 
     return forward
