@@ -59,7 +59,7 @@ class Audit:
         self._verdicts: dict[Any, list[Verdict]] = caches.setdefault("structures", {})
         self._verdicts_by_calls: dict[Any, list[Verdict]] = caches.setdefault("sizes", {})
         self.forwards = Forwards(self._parameters, caches.setdefault("memories", {}))
-        self.lift = Lift(shared, self._is_compared)
+        self.lift = Lift(shared, self.is_compared)
         self.examiner = Examiner(shared, self.forwards, self.lift)
         self._pending: list[_Pending] = []
         self.latest: Verdict | None = None
@@ -219,7 +219,7 @@ class Audit:
 
     # Backward
 
-    def _is_compared(self, place: int) -> bool:
+    def is_compared(self, place: int) -> bool:
         """Return True if this parameter's gradient will be compared with the recorded sum."""
         return place in self.always or self._recorder.auditing
 

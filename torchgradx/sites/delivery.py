@@ -242,8 +242,7 @@ class Delivery:
     def _record_sums(self, use: RerunUse, call: Call, gradients: Sequence[Gradients]) -> None:
         """Record sums over samples, with a bound of their rounding, for parameters whose received
         gradient is compared."""
-        always, auditing, n = self._audit.always, self._recorder.auditing, use.run.n
-        compared = [auditing or place in always for place in use.places]
+        n, compared = use.run.n, list(map(self._audit.is_compared, use.places))
         if not any(compared):
             return
         norms = sum(float(sq_norms(g).sqrt().sum()) for g in gradients)
