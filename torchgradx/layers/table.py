@@ -20,7 +20,7 @@ from ..extension import NATIVE
 from ..graph.layout import BATCH, SEQUENCE
 from ..refusals import refused_all
 from ..sharding import parts_and_wholes, sharded
-from .modules import is_opaque, modules_in_order, named_in_full, own_names, recurrent_weights
+from .modules import modules_in_order, named_in_full, own_names, recurrent_weights
 from .rules import Layer, rule_of
 
 LAYOUTS = {"batch": BATCH, "sequence": SEQUENCE}
@@ -161,7 +161,7 @@ def find_layers(
         rule = rule_of(module)
         devices = {p.device for p in module.parameters(recurse=False)}
         on_cpu = all(device.type == "cpu" for device in devices)
-        weights = recurrent_weights(module) if on_cpu and not is_opaque(module) else []
+        weights = recurrent_weights(module) if on_cpu else []
         native = bool(rule or weights) and options["backend"] != "vmap"
         native = native and all(map(ops.kernels_on, devices))
         kind, title = "vmap", type(module).__name__
