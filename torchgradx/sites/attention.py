@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -49,6 +49,7 @@ class _Call:
     ) -> None:
         self._module, self._projections, self._recorder = module, projections, recorder
         self._batch = -1  # of the input; -1: no projection of ours has run
+        self._first = torch.autograd._get_sequence_nr()  # of the nodes that it makes
 
     def run(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the stock class's forward with our projections."""
@@ -68,39 +69,25 @@ class _Call:
             _C.count(self._projections[OUT].site, x, m.out_proj.weight, m.out_proj.bias)
         return out
 
-    def _project_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None
-    ) -> Sequence[Tensor]:
+    def _project_packed(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Sequence[Tensor]:
         """Project by the rows of one weight, in as many parts as the stock function uses."""
         roles = THREE if k is not v else TWO if q is not k else (SELF,)
-        names = {"linear": self._linear(roles)}
-        project = _with_globals(vars(F)["_in_projection_packed"], names)
-        return self._enclose(roles, q, partial(project, q, k, v, w, b))
+        return self._project("_in_projection_packed", roles, q, k, v, *rest)
 
     def _project_separate(self, *operands: Any) -> Sequence[Tensor]:
         """Project by three weights, given query, key, value and these."""
-        inputs, weights = operands[:3], operands[3:6]
-        bias = self._module.in_proj_bias
-        linear = self._linear(THREE)
+        return self._project("_in_projection", THREE, *operands)
 
-        def project() -> list[Tensor]:
-            biases = (None,) * 3 if bias is None else bias.chunk(3)
-            return list(map(linear, inputs, weights, biases))
-
-        return self._enclose(THREE, inputs[0], project)
-
-    def _enclose(
-        self, roles: Sequence[str], q: Tensor, project: Callable[[], Sequence[Tensor]]
-    ) -> Sequence[Tensor]:
-        """Project, and leave the nodes that split a parameter out of the count of its edges."""
+    def _project(self, name: str, roles: Sequence[str], q: Tensor, *rest: Any) -> Sequence[Tensor]:
+        """Project by a stock function of this name, and leave the nodes that split a parameter out
+        of the count of its edges."""
         self._batch = q.shape[1]
-        if roles == (SELF,):
-            return project()
+        project = _with_globals(vars(F)[name], {"linear": self._linear(roles)})
         # Asked before: after a checkpoint's last recomputed use, there is no pass any more.
-        run, first = self._recorder.current(), torch.autograd._get_sequence_nr()
-        out = project()
-        if run is not None:
-            run.enclose([p for role in roles for p in self._projections[role].places], first)
+        run = self._recorder.current()
+        out: Sequence[Tensor] = project(q, *rest)
+        if run is not None and roles != (SELF,):
+            run.enclose([p for role in roles for p in self._projections[role].places], self._first)
         return out
 
     def _linear(self, roles: Sequence[str]) -> Callable[..., Tensor]:
