@@ -22,10 +22,19 @@ _by_module: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[StandIns]]] = 
 class StandIns:
     """Classes that one probe puts in place of modules' own."""
 
+    on = True  # False after remove()
+
     def __init__(self, model: nn.Module) -> None:
-        """Raise RuntimeError if another probe is attached."""
-        self.on = True  # False after remove()
-        _refuse_attached(model)
+        """Raise RuntimeError if a probe is attached to the model, or to a module that has something
+        of its own: two models may share an activation."""
+        for name, module in model.named_modules():
+            has_own = not name or module._parameters or module._buffers
+            if has_own and any(one.on for one in _stand_ins_of(module)):
+                where = f"its module {name!r}" if name else "the model"
+                raise RuntimeError(
+                    f"{where} is attached already: remove() the other probe first, which "
+                    "torchgradx.attached(model) returns"
+                )
         self._modules = list(model.modules())
         self._classes: dict[type, tuple[type, dict[int, Any]]] = {}  # by stock class, with sites
         self._class_of: dict[int, type] = {}  # by module's id
@@ -64,16 +73,3 @@ class StandIns:
 def _stand_ins_of(module: nn.Module) -> list[StandIns]:
     """Return those of all probes at a module, oldest first."""
     return [one for ref in _by_module.get(module, ()) if (one := ref()) is not None]
-
-
-def _refuse_attached(model: nn.Module) -> None:
-    """Raise RuntimeError if a probe is attached to the model, or to a module that has something of
-    its own: two models may share an activation."""
-    for name, module in model.named_modules():
-        has_own = not name or module._parameters or module._buffers
-        if has_own and any(one.on for one in _stand_ins_of(module)):
-            where = f"its module {name!r}" if name else "the model"
-            raise RuntimeError(
-                f"{where} is attached already: remove() the other probe first, which "
-                "torchgradx.attached(model) returns"
-            )
