@@ -21,6 +21,7 @@ from .extension import NATIVE
 from .graph.arguments import batch_size, is_broadcast, sample_rows, tensors_in
 from .graph.layout import NOWHERE
 from .graph.modes import without_user_modes
+from .hooks.copies import Hooks
 from .hooks.engine import weakly
 from .layers.table import Parameters, find_layers
 from .options import check as check_options
@@ -38,7 +39,7 @@ from .refusals import cause
 from .sharding import why_not_recorded
 from .sites.experts import may_route
 from .sites.keeping import Keeping
-from .sites.native import Context, Hooks, call_of_hook, is_running
+from .sites.native import Context, call_of_hook, is_running
 from .sites.site import ProbeParts, Site, site_of
 from .sites.standing import StandIns
 from .sites.trace import Trace, TracedCall, outside, root_of

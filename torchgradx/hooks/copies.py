@@ -22,7 +22,7 @@ from ..refusals import sentence
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 FLAGS = ("_with_kwargs", "_always_called")
 
-_hook_counts: Counter[type] = Counter()  # how many `exclude_from_copies` are in force, by class
+_hook_counts: Counter[type] = Counter()  # how many Hooks there are, by class
 _stock_classes: weakref.WeakKeyDictionary[type, type[nn.Module]] = weakref.WeakKeyDictionary()
 
 
@@ -87,17 +87,29 @@ class TracedHook(Hook):
 untraced(TracedHook.__call__, below=False)
 
 
-def exclude_from_copies(kind: type) -> None:
-    """Leave our hooks out of copies of this class's modules, until `include_in_copies`."""
-    _hook_counts[kind] += 1
-    copyreg.dispatch_table.setdefault(kind, _reduce)
+class Hooks:
+    """Our hooks on one module, which copies of its class's modules leave out."""
 
+    def __init__(self, module: nn.Module, every: list[Hooks]) -> None:
+        """every: the hooks of a probe, which these join."""
+        self._kind = stock_of(type(module))
+        self._handles: list[Any] = []
+        _hook_counts[self._kind] += 1
+        copyreg.dispatch_table.setdefault(self._kind, _reduce)
+        every.append(self)
 
-def include_in_copies(kind: type) -> None:
-    """Undo one `exclude_from_copies`; the last one restores how copies are made."""
-    _hook_counts[kind] -= 1
-    if not _hook_counts[kind] and copyreg.dispatch_table.get(kind) is _reduce:
-        del copyreg.dispatch_table[kind]
+    def add(self, register: Any, function: Any, traced: Any = None, **options: Any) -> None:
+        """Register a hook by one of the module's methods. traced: see TracedHook."""
+        hook = TracedHook(function, traced) if traced else Hook(function)
+        self._handles.append(register(hook, **options))
+
+    def remove(self) -> None:
+        """Remove these; the last ones on modules of a class restore how copies are made."""
+        for handle in self._handles:
+            handle.remove()
+        _hook_counts[self._kind] -= 1
+        if not _hook_counts[self._kind] and copyreg.dispatch_table.get(self._kind) is _reduce:
+            del copyreg.dispatch_table[self._kind]
 
 
 def _reduce(module: Any) -> tuple[Any, ...]:

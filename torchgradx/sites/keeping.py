@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..graph.unpacking import keep_indices, put_hooks, stack, take_hooks
-from .native import Hooks
+from ..hooks.copies import Hooks
 
 
 class Keeping:

@@ -1,4 +1,4 @@
-"""Sites of modules with a kernel, and what all sites share: their context, hooks on modules.
+"""Sites of modules with a kernel, and what all sites share: their context.
 
 A native site replaces its module's class, so that its forward runs our operator; or the stock
 forward runs and we tap its output: a node of ours at it receives the gradient.
@@ -19,14 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..extension import _C, Recorder
 from ..graph.layout import BATCH, SECOND, SEQUENCE
-from ..hooks.copies import (
-    Hook,
-    TracedHook,
-    exclude_from_copies,
-    include_in_copies,
-    stock_of,
-    untraced,
-)
+from ..hooks.copies import Hooks, untraced
 from ..layers.rules import Layer, rule_named
 from ..layers.table import Parameters, declared_layout, owns_backward
 from ..plan.cost import CODES
@@ -81,27 +74,6 @@ class Context:
     hooks: list[Hooks]  # which the attachment removes
     # By a recurrent module's id: the C++ site of each of its weights, in order.
     weight_sites: dict[int, list[Any]] = field(default_factory=dict)
-
-
-class Hooks:
-    """Our hooks on one module, which its copies leave out."""
-
-    def __init__(self, module: nn.Module, every: list[Hooks]) -> None:
-        """every: the hooks of a probe, which these join."""
-        self._kind = stock_of(type(module))
-        self._handles: list[Any] = []
-        exclude_from_copies(self._kind)
-        every.append(self)
-
-    def add(self, register: Any, function: Any, traced: Any = None, **options: Any) -> None:
-        """Register a hook by one of the module's methods. traced: see TracedHook."""
-        hook = TracedHook(function, traced) if traced else Hook(function)
-        self._handles.append(register(hook, **options))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        include_in_copies(self._kind)
 
 
 class NativeSite:

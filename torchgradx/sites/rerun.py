@@ -23,7 +23,7 @@ from ..graph.arguments import tensors_in
 from ..graph.nodes import coarsest_eps
 from ..graph.sizes import look_of
 from ..graph.unpacking import saves_through_hooks
-from ..hooks.copies import stock_of
+from ..hooks.copies import Hooks, stock_of
 from ..layers.modules import CONTAINERS, parameter_of
 from ..layers.rules import Layer
 from ..refusals import cause
@@ -31,7 +31,7 @@ from .delivery import Delivery, RerunUse
 from .expert_products import Rows, find_products
 from .experts import NO_PRODUCTS, ExpertGroup, ExpertUse, is_experts
 from .fallback import CHANNELS_FIRST
-from .native import MAY_MIX, Context, Hooks, why_mixed
+from .native import MAY_MIX, Context, why_mixed
 from .packed import samples_of
 from .regime import Outcome, Regime, may_draw
 from .several import end_of, ends_at, ends_of_module, inner_outputs, needed_by
