@@ -123,7 +123,10 @@ def sq_norms(g: Gradients) -> Tensor:
 
 
 def along(g: Gradients, direction: Tensor) -> Tensor:
-    return chunks.dots_along(g, direction) if isinstance(g, Tensor) else g.along(direction)
+    if not isinstance(g, Tensor):
+        return g.along(direction)
+    with torch.autocast(g.device.type, enabled=False):
+        return g.reshape(len(g), -1).to(direction.dtype) @ direction.flatten()
 
 
 def weighted(g: Gradients, factors: Tensor) -> Tensor:

@@ -19,12 +19,6 @@ def precise_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
-def dots_along(grads: Tensor, direction: Tensor) -> Tensor:
-    """[N]: products of gradients [N, *] with a direction [*], in the direction's dtype"""
-    with torch.autocast(grads.device.type, enabled=False):
-        return grads.reshape(len(grads), -1).to(direction.dtype) @ direction.flatten()
-
-
 def chunks(count: int, elements: int, most: int = CHUNK) -> Iterator[slice]:
     """Slices of range(count), each of as many items of `elements` elements as fit in `most`."""
     step = max(1, most // max(1, elements))
