@@ -51,8 +51,8 @@ struct Use : torch::CustomClassHolder {
   std::shared_ptr<Pass> pass;
   int64_t index;
   bool wants_weight, wants_bias;
-  bool held;             // its saved tensors go through hooks
-  bool borrows;          // its tensors' memory is written into again: in a compiled graph, or by who has .grad
+  bool held;     // its saved tensors go through hooks
+  bool borrows;  // its tensors' memory is written into again: in a compiled graph, or by who has .grad
 
   Use(std::shared_ptr<Site> site, std::shared_ptr<Pass> pass, int64_t index, bool wants_weight, bool wants_bias);
   ~Use() override;

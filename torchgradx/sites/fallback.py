@@ -230,8 +230,9 @@ class ClipCall(Versions):
     runs_again = True
 
     def __init__(self, call: Call, places: list[int]) -> None:
-        # Gradients of one sample may become .grad.
-        grads = [g if g is None else g.clone() for g in call.grads] if call.n == 1 else call.grads
+        # Gradients of one sample may become .grad, and a sparse .grad has their memory.
+        may_share = call.n == 1 or getattr(call.module, "sparse", False)
+        grads = [g if g is None else g.clone() for g in call.grads] if may_share else call.grads
         module = stand_in(call.module, weights=False)
         self.parameters, self._call = places, replace(call, module=module, grads=grads)
         leaves = [*tree_leaves(call.arguments), *call.module.parameters(), *grads]
