@@ -332,7 +332,7 @@ class Attachment:
             run.refuse(-1, "graph_and_eager")
         elif self._segments.examine(forward, self._local.ids):
             self._audit.hear()
-            self._audit.forwards.listen(run.layouts)
+            forward.trace.listen(run.layouts)
         elif verdicts is None:
             if run.n == 1 and is_broadcast(self._options, arguments, out):
                 run.refuse(-1, "one_row")
@@ -342,7 +342,7 @@ class Attachment:
                 with self._samples.quiet():
                     self._audit.examine(forward, key, None)
                     self._segments.rescue(forward)
-            self._audit.forwards.listen(run.layouts)
+            forward.trace.listen(run.layouts)
         else:
             uses = [(site, sizes) for site, sizes, *_ in forward.uses]
             verdicts.append((self._audit.examiner.verdict(forward), uses))

@@ -91,7 +91,7 @@ class Audit:
         """Return the cache key of a pass's structure."""
         # In a backward, a checkpoint runs the model again: less can be proven there.
         in_backward = torch._C._current_graph_task_id() != -1
-        return run.structure, run.n, in_backward, trace.nodes, trace.kind, trace.regime
+        return run.structure, run.n, in_backward, trace.nodes, trace.kind, trace.ones, trace.regime
 
     def knows(self, key: Any) -> bool:
         """Return True if passes with this key need no check."""
@@ -124,7 +124,7 @@ class Audit:
                 return
             verdict, match = recalled
             verdict.apply(run)
-            self.begin(run, match)
+            self.begin(forward, match)
         except CoverageError:  # the user's backward would fail
             raise
         except Exception as error:
@@ -159,12 +159,12 @@ class Audit:
         forward.place_segments()
         if self._parameters.gathered():
             self._hook_sharded(run, verdict.sites)
-        self.begin(run, match_plan(verdict.plan))
+        self.begin(forward, match_plan(verdict.plan))
 
-    def begin(self, run: Pass, match: Match | None) -> None:
+    def begin(self, forward: Forward, match: Match | None) -> None:
         """Serve what is lifted in a pass, and listen to what is not."""
         if match:
-            self.lift.begin(run, match, self.forwards.first)
+            self.lift.begin(forward.run, match, forward.trace.first)
             if EACH in match.costs.values():  # no backward proves another structure: observe it
                 self.forwards.watch_again()
         self.hear(match.counted if match else ())

@@ -13,10 +13,10 @@ import copy
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,18 +107,41 @@ def _look_up(known: _Facts, uses: Sequence[Any]) -> dict[int, int]:
     return found
 
 
-class ForwardTrace(NamedTuple):
-    """Facts that one forward showed while it ran."""
+@dataclass
+class ForwardTrace:
+    """Facts that one forward shows while it runs."""
 
-    watch: Watch | None  # None: it was not watched
-    ends: dict[tuple[int, Any], list[End]]  # further outputs of a use, by site and first one's node
-    nodes: int  # count of the graph's nodes that it made
-    kind: Any  # of the outputs and arguments, see _kind and ones_of
-    flat: bool  # the first argument does not show N: its rows may be of any sample
-    by_row: Mapping[Any, Any]  # see note_routes
-    packed: Sequence[tuple[int, Packed, Edge]]  # see note_packed
-    regime: Any  # see Parameters.regime
-    memory: Memory  # of the regime
+    regime: Any = None  # see Parameters.regime, when it began
+    memory: Memory = field(default_factory=Memory)  # of the regime
+    first: int = 0  # sequence number of the first node that it made
+    ones: Any = ()  # see ones_of
+    flat: bool = False  # the first argument does not show N: its rows may be of any sample
+    watch: Watch | None = None  # None: it was not watched
+    nodes: int = 0  # count of the graph's nodes that it made
+    kind: Any = None  # of the outputs, see _kind
+    # Further outputs of a use, by site and first one's node.
+    ends: dict[tuple[int, Any], list[End]] = field(default_factory=dict)
+    by_row: dict[Any, Any] = field(default_factory=dict)  # see note_routes
+    packed: list[tuple[int, Packed, Edge]] = field(default_factory=list)  # see note_packed
+    postponed: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
+    caches: list[dict[Any, Any]] = field(default_factory=list)  # of selective checkpoints
+
+    def listen(self, layouts: Sequence[int]) -> None:
+        """Add the postponed hooks, but for uses that are SHARED: these are served elsewhere."""
+        for use, listen in self.postponed:
+            if not 0 <= use < len(layouts) or layouts[use] != SHARED:
+                listen()
+        self.postponed.clear()
+
+    @contextlib.contextmanager
+    def keep_caches(self) -> Iterator[None]:
+        """Put back the caches of selective checkpoints: a backward inside empties them."""
+        before = [{key: tree_map(_copied, kept) for key, kept in c.items()} for c in self.caches]
+        try:
+            yield
+        finally:
+            for cache, kept in zip(self.caches, before, strict=True):
+                cache.update(kept)
 
 
 @dataclass(eq=False)
@@ -210,16 +233,7 @@ class Forward:
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.watch: Watch | None = None
-        self.regime: Any = None  # as the forward began
-        self.caches: list[dict[Any, Any]] = []  # of selective checkpoints
-        self.first = 0  # number of the first node that this forward made
-        self.ends: dict[tuple[int, Any], list[End]] = {}
-        self.by_row: dict[Any, Any] = {}
-        self.packed: list[tuple[int, Packed, Edge]] = []
-        self.flat = False
-        self.ones: Any = ()
-        self.postponed: list[tuple[int, Callable[[], None]]] = []
+        self.trace = ForwardTrace()
 
 
 class Forwards:
@@ -238,103 +252,79 @@ class Forwards:
         memory.watches = max(1, memory.watches)
 
     @property
-    def first(self) -> int:
-        return self._local.first
-
-    @property
     def watching(self) -> bool:
-        return self._local.watch is not None
+        return self._local.trace.watch is not None
 
     def start(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
         """Begin the trace of a forward, and watch it if its regime asks for that."""
-        local = self._local
-        local.caches, local.postponed, local.regime = [], [], self._parameters.regime()
-        local.first = torch.autograd._get_sequence_nr()
+        regime = self._parameters.regime()
+        trace = ForwardTrace(regime, self._memory_of(regime), torch.autograd._get_sequence_nr())
         tensors = sized_tensors_in(arguments) if n > 1 else []
         first = next((t for t in tensors if t.dim()), None)
-        local.flat = first is not None and has_flat_rows(first, arguments, n, batch_dim)
-        local.ones = () if first is None else ones_of(first)
-        if n > 1 and self._memory_of(local.regime).watches:
+        if first is not None:
+            trace.flat = has_flat_rows(first, arguments, n, batch_dim)
+            trace.ones = ones_of(first)
+        if n > 1 and trace.memory.watches:
             constants = [*map(local_part, model.parameters()), *model.buffers(), *_kept_ids(model)]
-            local.watch = Watch(constants, tensors, n, batch_dim)
+            trace.watch = Watch(constants, tensors, n, batch_dim)
+        self._local.trace = trace
 
     def stop(self, whole: bool = True, outputs: Any = None) -> ForwardTrace:
         """Return the trace of a forward. whole: end it; False for the inner call of a model that
         calls itself. outputs: None if the forward failed, or an interrupt left it."""
-        local, watch = self._local, None
-        nodes = torch.autograd._get_sequence_nr() - local.first
-        ends, by_row, packed = local.ends, local.by_row, local.packed
-        regime = local.regime or self._parameters.regime()
-        memory = self._memory_of(regime)
+        trace = self._local.trace
+        trace.nodes = torch.autograd._get_sequence_nr() - trace.first
+        trace.kind = _kind(outputs)
         if outputs is None:
-            local.postponed = []
-        if whole:
-            watch, local.watch = local.watch, None
-            local.ends, local.by_row, local.packed, local.regime = {}, {}, [], None
-        if watch is not None:
-            watch.observer.stop()
+            trace.postponed.clear()
+        if not whole:
+            return replace(trace, watch=None)
+        facts = trace.regime, trace.memory, trace.first, trace.ones, trace.flat
+        self._local.trace = ForwardTrace(*facts)  # of what follows an interrupt
+        if trace.watch is not None:
+            trace.watch.observer.stop()
             if outputs is not None:
-                memory.learn(watch)
-        kind = _kind(outputs), local.ones
-        facts = local.flat, by_row, packed, regime, memory
-        return ForwardTrace(watch, ends, nodes, kind, *facts)
+                trace.memory.learn(trace.watch)
+        return trace
 
     def postpone(self, use: int, listen: Callable[[], None]) -> None:
         """Have a use's hooks added by `listen` at the end of the forward."""
-        self._local.postponed.append((use, listen))
-
-    def listen(self, layouts: Sequence[int]) -> None:
-        """Add the postponed hooks, but for uses that are SHARED: these are served elsewhere."""
-        postponed, self._local.postponed = self._local.postponed, []
-        for use, listen in postponed:
-            if not 0 <= use < len(layouts) or layouts[use] != SHARED:
-                listen()
+        self._local.trace.postponed.append((use, listen))
 
     def note_ends(self, site: int, first: Tensor, ends: list[End]) -> None:
         """Note the outputs of a use beside its first."""
         if first.grad_fn is not None:
-            self._local.ends.setdefault((site, first.grad_fn), []).extend(ends)
+            self._local.trace.ends.setdefault((site, first.grad_fn), []).extend(ends)
 
     def note_routes(
         self, use: int, nodes: Mapping[Any, int], inputs: Sequence[Tensor], output: Tensor
     ) -> None:
         """Note a use's nodes that route rows by their values and keep each row in its sample, as
         {node: count of routing nodes of the use that do not}. They cover its own picks of rows."""
-        self._local.by_row.update({node: (use, others) for node, others in nodes.items()})
-        if (watch := self._local.watch) and not any(map(watch.observer.is_picked, inputs)):
+        self._local.trace.by_row.update({node: (use, others) for node, others in nodes.items()})
+        if (watch := self._local.trace.watch) and not any(map(watch.observer.is_picked, inputs)):
             watch.observer.unpick(output)
 
     def note_packed(self, site: int, packed: Packed, rows: Tensor) -> None:
         """Note a call that was given a packed sequence, and the rows that it made, packed alike."""
         if rows.grad_fn is not None:
-            self._local.packed.append((site, packed, (rows.grad_fn, rows.output_nr)))
+            self._local.trace.packed.append((site, packed, (rows.grad_fn, rows.output_nr)))
 
     def note_outputs(self, site: int, outputs: Sequence[Tensor]) -> None:
         """Note in a watched forward whether data decided how many rows a call of a site made."""
-        if self._local.watch is not None:
-            self._local.watch.note_rows(site, outputs)
+        if self._local.trace.watch is not None:
+            self._local.trace.watch.note_rows(site, outputs)
 
     def note_call(self, site: int, inputs: Sequence[Tensor]) -> None:
         """Note a call of a site in a watched forward, and the caches of selective checkpoints."""
-        if self._local.watch is not None:
+        if self._local.trace.watch is not None:
             with without_user_modes():
-                self._local.watch.note_call(site, inputs)
+                self._local.trace.watch.note_call(site, inputs)
+        caches = self._local.trace.caches
         for mode in _get_current_dispatch_mode_stack():
             cache = getattr(mode, "storage", None)
-            if isinstance(cache, dict) and all(cache is not known for known in self._local.caches):
-                self._local.caches.append(cache)
-
-    @contextlib.contextmanager
-    def keep_caches(self) -> Iterator[None]:
-        """Put back the caches of selective checkpoints: a backward inside empties them."""
-        caches = self._local.caches
-        before = [{key: tree_map(_copied, kept) for key, kept in c.items()} for c in caches]
-        try:
-            yield
-        finally:
-            self._local.caches = caches  # without those of forwards that ran again inside
-            for cache, kept in zip(caches, before, strict=True):
-                cache.update(kept)
+            if isinstance(cache, dict) and all(cache is not known for known in caches):
+                caches.append(cache)
 
 
 def _kept_ids(model: nn.Module) -> Iterator[Tensor]:

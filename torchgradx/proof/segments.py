@@ -165,7 +165,7 @@ class SegmentExaminer:
         is_new = any(key is not None and not self._audit.knows(key) for key in keys)
         proven = [True] * len(uses)
         if is_new and (n > 1 or pads) and self._options["check"] != "off":
-            proven = self._prove(graph, heads, pairs, layouts, len(forward.uses))
+            proven = self._prove(forward, graph, heads, pairs, layouts)
         run.segments = segments
         plan: LiftPlan | None = None
         if lifts:
@@ -180,7 +180,7 @@ class SegmentExaminer:
                      if needed and isinstance(layout, str)]  # fmt: skip
         in_vain = ids is None and any(sites is None or site < 0 for site, _ in refusals)
         if plan and plan.starts and not in_vain:
-            self._audit.begin(run, self._audit.lift.match(forward, plan))
+            self._audit.begin(forward, self._audit.lift.match(forward, plan))
         if n > 1 and is_new and not self._audit.examiner.zero_weights(n):
             pending = {key for key, sure in zip(keys, proven, strict=True) if key and sure}
             self._audit.cache_later(list(pending), None, Verdict([], []), run)
@@ -303,11 +303,12 @@ class SegmentExaminer:
         return segments, layouts
 
     def _prove(
-        self, shown: Ownership, heads: OwnedHeads, uses: OwnedUses, layouts: Layouts, lifted: int
-    ) -> list[bool]:
+        self, forward: Forward, shown: Ownership, heads: OwnedHeads, uses: OwnedUses,
+        layouts: Layouts,
+    ) -> list[bool]:  # fmt: skip
         """Return for each use True if weighted backwards confirm its owners, or if only Functions
         of rows keep them from it, and sizes leave no doubt; else write the cause into `layouts`.
-        lifted: the first of the uses that are nodes to lift, of which zeros raise no doubt."""
+        Of nodes to lift, which follow the forward's uses, zeros raise no doubt."""
         n = shown.inputs.n
         watched = [
             Watched(None if one is None else node, number, [len(one.owners)] if one else [1],
@@ -315,7 +316,7 @@ class SegmentExaminer:
             for (_, _, node, number), one in uses
         ]  # fmt: skip
         seeded = [(t, rows.where(rows < n, -1)) for t, rows in heads]
-        seeding = Seeding(seeded, watched, n + 1, self._audit.forwards.keep_caches)
+        seeding = Seeding(seeded, watched, n + 1, forward.trace.keep_caches)
         findings, proven = seeding.prove(), []
         functions = {node: node.name() for node in seeding.nodes if is_python(node)}
         is_plain = shown.names <= PLAIN.union(functions.values()) and COMPILED not in shown.names
@@ -328,7 +329,7 @@ class SegmentExaminer:
                 layouts[k] = "segments_unproven"
             elif is_served and isinstance(layout, str):
                 layouts[k] = cause("segments_mixed", shape=list(use.shape))
-            elif is_served and layout == NOWHERE and k < lifted:
+            elif is_served and layout == NOWHERE and k < len(forward.uses):
                 layouts[k] = NOWHERE
             proven.append(is_served and isinstance(layout, int) and layout != NOWHERE)
         return proven

@@ -284,7 +284,8 @@ class Examiner:
         return findings, ambiguous
 
     def _seeding(self, exam: _Exam, heads: Heads) -> Seeding:
-        return Seeding(heads, exam.all_watched, exam.forward.n, self._forwards.keep_caches)
+        forward = exam.forward
+        return Seeding(heads, exam.all_watched, forward.n, forward.trace.keep_caches)
 
     def _agrees(self, exam: _Exam, findings: Sequence[Finding]) -> bool | None:
         """Return False if findings mix samples, or put them elsewhere than the model's arguments or
@@ -358,7 +359,7 @@ class Examiner:
             return False
         by_owners = {SHARED: None, NOWHERE: None, TAKEN: BATCH}  # see Seeding: samples are BATCH
         expected = [by_owners.get(layout, layout) for layout in layouts]
-        return Seeding(heads, watched, forward.n, self._forwards.keep_caches).confirms(expected)
+        return Seeding(heads, watched, forward.n, forward.trace.keep_caches).confirms(expected)
 
     def _heads(self, forward: Forward) -> tuple[Heads, Sequence[Heads]]:
         dims = {} if forward.inner else forward.trace.memory.dims
