@@ -205,11 +205,9 @@ class Attachment:
         if n is None:
             self._recorder.refuse(-1, "no_batch_size")
             return None
-        run, new = self._open(module, n, serial, context)
-        if run is not None and new:
-            self._record.ask_scale(run, args, kwargs)
+        run = self._open(module, n, serial, context, args, kwargs)
         self._samples.begin()
-        if new or context.joint:
+        if run is not None:
             batch_dim = self._options["batch_dim"]
             self._audit.start_forward(n, module, (args, kwargs), batch_dim)
         return run
@@ -224,9 +222,10 @@ class Attachment:
         return run
 
     def _open(
-        self, module: nn.Module, n: int, serial: int, context: PassOptions
-    ) -> tuple[Pass | None, bool]:
-        """Return a pass of n samples, or None where it is refused; and whether it is new."""
+        self, module: nn.Module, n: int, serial: int, context: PassOptions, *call: Any
+    ) -> Pass | None:
+        """Return a pass of n samples: a new one, which has this serial number, or that of the same
+        samples; None where it is refused. call: its args and kwargs; none if unknown."""
         parameters = self._parameters.parts()
         if self._parameters.changed():
             why_not: str | None = "model_changed"
@@ -236,12 +235,12 @@ class Attachment:
             why_not = why_not_recorded(module, parameters)
         if why_not:
             self._recorder.refuse(-1, why_not)
-            return None, False
+            return None
         if context.joint:
             if context.joint[0].n != n:
                 why_not = cause("two_sizes", one=context.joint[0].n, other=n)
                 self._recorder.refuse(-1, why_not)
-            return context.joint[0], False
+            return context.joint[0]
         run = Pass(self._recorder, n, parameters)
         if context.directed:
             run.directions = move_directions(context.directed, parameters)
@@ -250,20 +249,19 @@ class Attachment:
             run.keep = True
             context.joint.append(run)
         run.serial = serial
-        return run, True
+        self._record.ask_scale(run, *call)
+        return run
 
     def _open_in_graph(self, n: int, call: TracedCall, inputs: Sequence[Tensor]) -> Pass | None:
         """Return the pass of the compiled graph that runs now."""
         if not self._standing.on or self._paused:
             return None
         self._settle()
-        context = PassOptions(self._joint, self._directed)
-        run, new = self._open(root_of(self._model()), n, self._record.next_serial(), context)
+        context, serial = PassOptions(self._joint, self._directed), self._record.next_serial()
+        run = self._open(root_of(self._model()), n, serial, context)
         if run is not None:
-            if new:
-                self._recorder.enlist(run)
-                self._record.ask_scale(run)
-            elif not run.in_graph:
+            self._recorder.enlist(run)
+            if run.serial != serial and not run.in_graph:
                 run.refuse(-1, "graph_and_eager")
             again: Any = weakref.WeakMethod(self._run_eagerly)  # the graph must not own the probe
             run.outside = [*(run.outside or ()), lambda: again()(call, inputs)]
