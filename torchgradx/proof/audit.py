@@ -336,17 +336,8 @@ class Audit:
                 self._compare(key, gradient)
 
     def defer(self, places: Sequence[int]) -> None:
-        """Compare these parameters at the backward's end only: their terms are recorded there."""
+        """Compare these parameters when a backward has ended: their terms are recorded there."""
         self._deferred.update(places)
-
-    @untraced
-    def compare_deferred(self, places: Iterable[int]) -> None:
-        """Compare what deferred parameters received, at the end of a backward."""
-        for place in places:
-            key = torch._C._current_graph_task_id(), place
-            gradient = self._to_compare.pop(key, None)
-            if gradient is not None:
-                self._compare(key, gradient)
 
     def _compare(self, key: tuple[int, int], gradient: Tensor) -> None:
         """Note a gradient that is not the recorded sum."""

@@ -159,8 +159,6 @@ class Delivery:
             self._refuse_error(RefusedError("sharded_apart") if sharded else error)
         if not run.retained:
             use.arguments.clear()
-        if use.has_several_nodes:  # after callbacks that are queued already
-            at_the_end(partial(self._audit.compare_deferred, use.places))
 
     def layout_of(self, use: RerunUse) -> int:
         """Return the layout of a use's rows, as it was proven or is presumed."""
