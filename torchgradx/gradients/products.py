@@ -168,10 +168,6 @@ def fit_to_edge(product: Tensor | None, edge: tuple[Node, int]) -> Tensor | None
     return product.to(dtype)
 
 
-def to_dense(t: Tensor) -> Tensor:
-    return t.to_dense() if t.is_sparse else t
-
-
 def ask_each(
     ask: Callable[..., tuple[Tensor, ...]], grads: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
@@ -181,7 +177,7 @@ def ask_each(
         with suppress(Exception):  # an operator without a vmap rule
             return vmap(ask)(*grads)
     columns = zip(*(ask(*each) for each in zip(*grads, strict=True)), strict=True)
-    return [None if c[0] is None else torch.stack(list(map(to_dense, c))) for c in columns]
+    return [None if c[0] is None else torch.stack([t.to_dense() for t in c]) for c in columns]
 
 
 def closed_form(node: Node, operand: int, g: Tensor, layout: int, n: int) -> Gradients | None:

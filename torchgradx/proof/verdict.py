@@ -162,7 +162,7 @@ def is_finite(run: Pass) -> bool:
 def is_same_sum(gradient: Tensor, recorded: Tensor | None, rounding: float) -> bool:
     """Return True if a gradient is the recorded sum [elements], within the rounding of its terms.
     Where nothing was recorded (None), it must be zero."""
-    gradient = (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1)
+    gradient = gradient.to_dense().reshape(-1)
     if recorded is None:
         return not bool(gradient.any())
     if recorded.dtype == gradient.dtype and torch.equal(gradient, recorded):

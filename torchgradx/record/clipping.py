@@ -274,18 +274,12 @@ def _some_elements(grad: Tensor) -> Tensor:
     return values[:: max(1, len(values) // 64)].clone()
 
 
-def detached_dense(value: Tensor) -> Tensor:
-    """Return a tensor as a strided one without a graph."""
-    value = value.to_dense() if value.is_sparse else value
-    return value.detach() if value.requires_grad else value
-
-
 def _put(
     p: Tensor, value: Tensor, scale: float, other: Tensor | None, adds: bool, may_swap: bool
 ) -> None:
     """Set .grad to a sum and what it holds besides; adds: add the sum to what is there. may_swap:
     .grad may take the sum's memory in place of a copy."""
-    grad, value = p.grad, detached_dense(value)
+    grad, value = p.grad, value.to_dense().detach()
     value = value if value.shape == p.shape else value.reshape(p.shape)
     assert grad is not None
     if grad.is_sparse:
@@ -373,7 +367,7 @@ def _add(p: Tensor, value: Tensor, scale: float) -> Tensor | None:
     if grad is None and value.is_sparse:
         p.grad = _scaled(value, scale, p)
     elif grad is None:
-        value = value.detach() if value.requires_grad else value
+        value = value.detach()
         value = value if value.shape == p.shape else value.reshape(p.shape)
         value = _scaled(value, scale, p)
         is_alike = value.dtype == p.dtype and value.stride() == p.stride()
@@ -383,7 +377,7 @@ def _add(p: Tensor, value: Tensor, scale: float) -> Tensor | None:
         value = value if value.is_sparse else value.reshape(p.shape).to_sparse(1)
         p.grad = grad + _scaled(value, scale, p)
     else:
-        grad.add_(detached_dense(value).reshape(p.shape), alpha=scale)
+        grad.add_(value.to_dense().detach().reshape(p.shape), alpha=scale)
     return None
 
 
@@ -393,7 +387,7 @@ def _averaged(ddp: Any, tensors: Sequence[Tensor], sums: Iterable[Sum]) -> list[
     parts = {place: torch.zeros_like(tensors[place]) for place in live}
     has = parts[live[0]].new_zeros(len(tensors))
     for place, value, scale in sums:
-        parts[place].add_(detached_dense(value).reshape(parts[place].shape), alpha=scale)
+        parts[place].add_(value.to_dense().detach().reshape(parts[place].shape), alpha=scale)
         has[place] = 1
     mean_over(ddp, [has, *parts.values()])  # of all parameters: each process must send the same
     present = has.tolist()

@@ -151,7 +151,7 @@ class Descent:
         self._sums, units = {}, 64 if self._eps < 1e-4 else 4
         for operand, (total, squares) in sums.items():
             g = products.fit_to_edge(outs[operand], edges[operand])
-            g = torch.zeros_like(total) if g is None else products.to_dense(g)
+            g = torch.zeros_like(total) if g is None else g.to_dense()
             size = by_sample.size(g) + squares**0.5
             if by_sample.size(g - total) > units * self._eps * size:
                 self._refuse("not_its_sum")
@@ -197,7 +197,7 @@ class Descent:
                 split(masked[k])[sample] = rows[sample]
             out = self._ask(node, masked)
             # Copies: a CUDA graph of a compiled part writes into the same memory again.
-            yield [products.to_dense(out[operand])[None].clone() for operand in operands]
+            yield [out[operand].to_dense()[None].clone() for operand in operands]
 
     def _send_zeros(self, station: Station, node: Node, incoming: Grads) -> None:
         """Send zeros: the batch is empty, or weights above are zeros."""

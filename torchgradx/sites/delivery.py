@@ -123,7 +123,7 @@ class Delivery:
             return
         for k, number in ends:
             if (g := incoming[number]) is not None:
-                use.grads[k] = (g.to_dense() if g.is_sparse else g).reshape(use.shapes[k])
+                use.grads[k] = g.to_dense().reshape(use.shapes[k])
         use.arrivals.append(task)
         if torch.is_grad_enabled():
             return  # create_graph: refused when norms are read

@@ -279,7 +279,7 @@ def _run_replay(call: Call) -> Chunks:
         for n in range(chunk.start, chunk.stop):
             masked = [g.where(of == n, 0) for (_, g), of in zip(pairs, samples, strict=True)]
             gradients = vjp(ends, parameters, masked)
-            rows.append([g.to_dense() if g.is_sparse else g for g in gradients])
+            rows.append([g.to_dense() for g in gradients])
         yield chunk, [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
