@@ -50,8 +50,7 @@ def _split(model: nn.Module, tensors: Sequence[Tensor]) -> bool:
     kinds = _known(TENSOR, "DTensor")
     if not kinds or kinds[0] not in set(map(type, tensors)):
         return False
-    kinds = _known(FSDP, "FSDPModule")
-    modules = [module for module in model.modules() if isinstance(module, kinds)]
+    modules = sharded(model.modules())
     return not modules or any(p.is_dtensor for module in modules for p in _gathered_by(module))
 
 
@@ -68,10 +67,9 @@ def local_part(p: Tensor) -> Tensor:
 
 
 def parts_and_wholes(modules: Sequence[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return (part, whole) of what fully_shard puts into one place in turn."""
-    kinds = _known(FSDP, "FSDPModule")
-    for module in modules if kinds else ():
-        for p in _gathered_by(module) if isinstance(module, kinds) else ():
+    """Return (part, whole) of what fully_shard puts into one place in turn. modules: sharded."""
+    for module in modules:
+        for p in _gathered_by(module):
             if "_unsharded_param" in vars(p):
                 yield p.sharded_param, p._unsharded_param
 

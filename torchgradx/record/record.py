@@ -18,6 +18,7 @@ from torch import Tensor
 from ..extension import _C, NATIVE, Pass
 from ..options import Scale, check_scale, takes_call
 from ..refusals import SECTIONS, refused_all
+from ..sharding import local_part
 from ..sites.site import ProbeParts
 from .checkpoints import NOT_RECORDED, Answer, Frames, PassOptions
 from .clipping import ClipTape, DeferredTape
@@ -234,7 +235,7 @@ class Record:
         """Return the largest element of each .grad, on its device. set_to_none=False leaves 0."""
         tensors = self._parameters.tensors()
         grads = [g for place in places if (g := tensors[place].grad) is not None]
-        local = [getattr(g, "_local_tensor", g) for g in grads]  # of a DTensor
+        local = map(local_part, grads)
         dense = [g for g in local if g.layout is torch.strided and g.numel()]
         return list(torch._foreach_norm(dense, float("inf"))) if dense else []
 
