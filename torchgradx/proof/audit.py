@@ -158,7 +158,7 @@ class Audit:
         verdict.apply(run)
         forward.place_segments()
         if self._parameters.gathered():
-            self._hook_sharded(run, verdict.sites)
+            self._hook_sharded(forward)
         self.begin(forward, match_plan(verdict.plan))
 
     def begin(self, forward: Forward, match: Match | None) -> None:
@@ -213,8 +213,6 @@ class Audit:
         run.layouts = [NOWHERE if one == TAKEN else one for one in run.layouts]  # refused
         if verdict.plan is not None:
             run.refuse(-1, "tables_in_graph")
-        elif not verdict.refusals and verdict.sites != [site for site, *_ in run.uses()]:
-            run.refuse(-1, "other_layers")
         self.start_comparing()  # in every pass: a compiled graph's edges say nothing of the uses
 
     # Backward
@@ -251,14 +249,14 @@ class Audit:
         if lasts:
             self._lasting[p] = place
 
-    def _hook_sharded(self, run: Pass, sites: Sequence[int]) -> None:
+    def _hook_sharded(self, forward: Forward) -> None:
         """Hook the tensors that fully_shard makes in the first forward and computes with, and have
         the pass expect those that no recorded call was given."""
-        called = {place for site in sites for place in self._layers[site].parameters}
+        called = {place for site, *_ in forward.uses for place in self._layers[site].parameters}
         parts, wholes = self._parameters.parts(), self._parameters.wholes()
         for place, both in enumerate(zip(parts, wholes, strict=True)):
             if place not in called:
-                run.expect(place, both[1])
+                forward.run.expect(place, both[1])
             for p in both:
                 if place in self.always and p.requires_grad:
                     self._hook(place, p, lasts=True)

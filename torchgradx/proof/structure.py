@@ -106,7 +106,6 @@ class Examiner:
             refusals,
             plan,
             complete and all(one.complete for one in judged),
-            sites=[site for site, *_ in uses],
             routes=self._routes(forward, exam.watched, layouts),
             sure=[one.sure for one in judged],
             zeros_version=total_version(tensors) if zero_weights or dropped else None,

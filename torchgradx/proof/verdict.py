@@ -52,7 +52,6 @@ class Verdict:
     refusals: list[tuple[int, str]]
     plan: LiftPlan | None = None  # for the uses whose layout is SHARED
     complete: bool = True  # False: not to be cached, another forward may show more
-    sites: Sequence[int] = ()  # by use
     routes: Sequence[Any] = ()  # the row indices that the batch's values chose: graph/routes.py
     sure: Sequence[bool] = ()  # by use: True if no other layout has the same rows
     zeros_version: int | None = None  # total_version() when zeros were seen; None: none were
@@ -148,7 +147,6 @@ def verdict_of_compiled(run: Pass) -> Verdict:
         [refusal for verdict in verdicts for refusal in verdict.refusals],
         next((verdict.plan for verdict in verdicts if verdict.plan), None),
         all(verdict.complete for verdict in verdicts),
-        [site for verdict in verdicts for site in verdict.sites],
         [route for verdict in verdicts for route in verdict.routes],
     )
 
