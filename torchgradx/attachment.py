@@ -32,7 +32,7 @@ from .proof.samples import Samples
 from .proof.segments import SegmentExaminer
 from .proof.verdict import Verdict, cache_of
 from .record.backwards import Backwards
-from .record.checkpoints import PassOptions
+from .record.checkpoints import Answer
 from .record.record import Record
 from .record.tokens import TokenWatch
 from .refusals import cause
@@ -196,16 +196,15 @@ class Attachment:
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Pass | None:
         self._settle()
-        on, now = self._standing.on and not self._paused, PassOptions(self._joint, self._directed)
-        serial, context = self._record.answer(on, now)
-        if not serial:
+        answer = self._record.answer(self._trace.on, self._joint, self._directed)
+        if not answer.serial:
             return None
         rows = sample_rows(self._options, args, kwargs)
         self._local.ids, n = rows or (None, batch_size(self._options, args, kwargs))
         if n is None:
             self._recorder.refuse(-1, "no_batch_size")
             return None
-        run = self._open(module, n, serial, context, args, kwargs)
+        run = self._open(module, n, answer, args, kwargs)
         self._samples.begin()
         if run is not None:
             batch_dim = self._options["batch_dim"]
@@ -214,18 +213,16 @@ class Attachment:
 
     def _pass_outside(self) -> Pass | None:
         """Return a pass for a module called outside of the model's forward, which is refused."""
-        if not self._record.answer(self._standing.on and not self._paused, outside=True).serial:
+        if not self._record.answer(self._trace.on, outside=True).serial:
             return None
         run = Pass(self._recorder, 0, self._parameters.tensors())
         run.called_directly = True
         self._recorder.enlist(run)  # for a checkpoint's recomputation to find
         return run
 
-    def _open(
-        self, module: nn.Module, n: int, serial: int, context: PassOptions, *call: Any
-    ) -> Pass | None:
-        """Return a pass of n samples: a new one, which has this serial number, or that of the same
-        samples; None where it is refused. call: its args and kwargs; none if unknown."""
+    def _open(self, module: nn.Module, n: int, answer: Answer, *call: Any) -> Pass | None:
+        """Return a pass of n samples: a new one, which has the answer's serial number, or that of
+        the same samples; None where it is refused. call: args and kwargs; none if unknown."""
         parameters = self._parameters.parts()
         if self._parameters.changed():
             why_not: str | None = "model_changed"
@@ -236,32 +233,32 @@ class Attachment:
         if why_not:
             self._recorder.refuse(-1, why_not)
             return None
-        if context.joint:
-            if context.joint[0].n != n:
-                why_not = cause("two_sizes", one=context.joint[0].n, other=n)
+        if answer.joint:
+            if answer.joint[0].n != n:
+                why_not = cause("two_sizes", one=answer.joint[0].n, other=n)
                 self._recorder.refuse(-1, why_not)
-            return context.joint[0]
+            return answer.joint[0]
         run = Pass(self._recorder, n, parameters)
-        if context.directed:
-            run.directions = move_directions(context.directed, parameters)
+        if answer.directed:
+            run.directions = move_directions(answer.directed, parameters)
         self._record.tape.note_model(module)
-        if context.joint is not None:
+        if answer.joint is not None:
             run.keep = True
-            context.joint.append(run)
-        run.serial = serial
+            answer.joint.append(run)
+        run.serial = answer.serial
         self._record.ask_scale(run, *call)
         return run
 
     def _open_in_graph(self, n: int, call: TracedCall, inputs: Sequence[Tensor]) -> Pass | None:
         """Return the pass of the compiled graph that runs now."""
-        if not self._standing.on or self._paused:
+        if not self._trace.on:
             return None
         self._settle()
-        context, serial = PassOptions(self._joint, self._directed), self._record.next_serial()
-        run = self._open(root_of(self._model()), n, serial, context)
+        answer = Answer(self._record.next_serial(), self._joint, self._directed)
+        run = self._open(root_of(self._model()), n, answer)
         if run is not None:
             self._recorder.enlist(run)
-            if run.serial != serial and not run.in_graph:
+            if run.serial != answer.serial and not run.in_graph:
                 run.refuse(-1, "graph_and_eager")
             again: Any = weakref.WeakMethod(self._run_eagerly)  # the graph must not own the probe
             run.outside = [*(run.outside or ()), lambda: again()(call, inputs)]

@@ -28,18 +28,13 @@ MAX_CALLS = 1024  # calls under no_grad that are remembered
 Reentrant: Any = checkpoint.CheckpointFunction._backward_cls
 
 
-class PassOptions(NamedTuple):
-    """The user's settings for the samples of a forward."""
-
-    joint: list[Any] | None = None  # the passes inside the same `with probe.same_samples()`
-    directed: Sequence[Tensor | None] = ()  # directions, by the parameter's place
-
-
 class Answer(NamedTuple):
-    """The answer to a call of the model, or of a module outside of it."""
+    """The answer to a call of the model, or of a module outside of it, and the user's settings for
+    its samples when it ran first."""
 
     serial: int = 0  # number of the forward; 0: it is not recorded
-    options: PassOptions = PassOptions()  # as they were when it ran first
+    joint: list[Any] | None = None  # the passes inside the same `with probe.same_samples()`
+    directed: Sequence[Tensor | None] = ()  # directions, by the parameter's place
 
 
 NOT_RECORDED = Answer()
@@ -66,7 +61,7 @@ class Frames:
     def answer(self, on: bool, now: Answer, outside: bool) -> Answer:
         """Return the answer to a call of the model, or of a module `outside` of it. now: the answer
         if recording is `on`, and the call does not run again."""
-        found = now if on else Answer(0, now.options)
+        found = now if on else NOT_RECORDED
         node = self._recorder.running_node()
         if node is not None:
             found = self._answer_rerun(node, on, now, outside)
@@ -110,7 +105,7 @@ class Frames:
         if call >= len(notes.calls):  # it ran first before attach, or the node is no checkpoint
             return now if is_new else NOT_RECORDED
         before, found = notes.calls[call]
-        if not _C._get_current_graph_task_keep_graph():  # it cannot run again: drop the options
+        if not _C._get_current_graph_task_keep_graph():  # it cannot run again: drop the settings
             notes.calls[call] = before, Answer(found.serial)
         return found
 

@@ -20,7 +20,7 @@ from ..options import Scale, check_scale, takes_call
 from ..refusals import SECTIONS, refused_all
 from ..sharding import local_part
 from ..sites.site import ProbeParts
-from .checkpoints import NOT_RECORDED, Answer, Frames, PassOptions
+from .checkpoints import NOT_RECORDED, Answer, Frames
 from .clipping import ClipTape, DeferredTape
 from .factors import ClipGroup, factors_of, is_unscaled, unscaled_by
 from .norms import Term, combine, combine_segments
@@ -54,15 +54,14 @@ class Record:
         self.refused: dict[int, str] = {}  # cause by place: a sample alone has another norm
         self.runs: _Runs = []
 
-    def answer(
-        self, on: bool, options: PassOptions = NOT_RECORDED.options, outside: bool = False
-    ) -> Answer:
-        """Return a forward's serial number (0: do not record it) and its options."""
+    def answer(self, on: bool, *settings: Any, outside: bool = False) -> Answer:
+        """Return the answer to a call of the model, or of a module outside of it. settings: of the
+        answer, see there."""
         traced = torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
         if traced or self.has_no_values():
             self.fates.add("traced")
             return NOT_RECORDED
-        now = Answer(self.next_serial(), options)
+        now = Answer(self.next_serial(), *settings)
         found = self.frames.answer(on, now, outside)
         if not on:
             self.fates.add("paused")
