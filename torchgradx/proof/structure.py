@@ -159,8 +159,6 @@ class Examiner:
         """Return the verdict on a use of which no backward has shown the layout."""
         (site, _, node, _), use = exam.forward.uses[k], exam.watched[k]
         presumed, graph = self._sites[site].presumed, exam.forward.graph
-        if layout == SHARED:
-            return _UseVerdict(SHARED)
         sized = self._layout_from_sizes(exam.forward, k, use) if use.samples is None else None
         if not self._is_unsure(exam, k, layout, sized):
             return _UseVerdict(presumed if sized is None else sized)
