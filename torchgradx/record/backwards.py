@@ -59,7 +59,7 @@ class Backwards:
         """Return True if one of ours runs on another thread."""
         if not self.open or torch._C._current_graph_task_id() != -1:
             return False
-        return not all(backward.is_over for backward in list(self.open.values()))
+        return not all(backward.is_done for backward in list(self.open.values()))
 
     def end(self, backward: _Backward) -> None:
         """Add what a backward brought to the record, or to the backward around it; or undo it."""
@@ -81,7 +81,7 @@ class _Backward:
     def __init__(self, task: int, owner: Backwards) -> None:
         self.tasks = [task]  # and those of backwards inside it that have ended
         self.thread = threading.get_ident()
-        self.is_done = self.is_over = False  # done: it did not fail
+        self.is_done = False  # True: it has ended, and did not fail
         self._new_passes: list[Any] = []  # that no backward had reached before
         self._states: dict[Any, Any] = {}  # of the other passes, before this backward
         self._owner, self._has_ended = owner, False
@@ -109,13 +109,12 @@ class _Backward:
 
     def end(self) -> None:
         """End it, once."""
-        self.is_over = True
         if not self._has_ended:
             self._has_ended = True
             self._owner.end(self)
 
     def finish(self) -> None:
-        self.is_done = self.is_over = True
+        self.is_done = True
         if torch._C._current_autograd_node() is None:  # no backward runs around this one
             self._owner.finished(self._new_passes, self.tasks)
 
