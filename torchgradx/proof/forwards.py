@@ -251,10 +251,6 @@ class Forwards:
         memory = self._memory_of(self._parameters.regime())
         memory.watches = max(1, memory.watches)
 
-    @property
-    def watching(self) -> bool:
-        return self._local.trace.watch is not None
-
     def start(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
         """Begin the trace of a forward, and watch it if its regime asks for that."""
         regime = self._parameters.regime()

@@ -173,7 +173,7 @@ class FallbackSite(Delivery):
         live = [t for t in outputs if t.requires_grad]
         first = next((t for t in live if t.dim()), (live or outputs)[0])
         recorded, forwards = bool(self._recorder.depth()), self._audit.forwards
-        if recorded and (forwards.watching or torch._C._len_torch_dispatch_stack()):
+        if recorded:
             forwards.note_call(self._index, operands)
         number = run.call(self._index, list(parameters.items()), first.shape, operands)
         for t in () if single else outputs:
