@@ -110,11 +110,6 @@ class Recorder:
     def audited(self, task: int) -> bool:
         return task in self._audited
 
-    def hold(self) -> None:
-        """Do nothing: nothing is saved through hooks here."""
-
-    release = hold
-
     def add_audited(self, task: int) -> None:
         if task not in self._audited:
             # Those that are open stay: more may run inside of one.

@@ -66,7 +66,7 @@ class RerunUse:
         leaves, self.spec = tree_flatten(arguments)
         self.arguments = [save_leaf(leaf) for leaf in leaves]
         self.drew = self.regime.drew
-        self.saves_through_hooks = saves_through_hooks()
+        self.saves_through_hooks = NATIVE and saves_through_hooks()  # see save_leaf
 
     @property
     def places(self) -> list[int]:
