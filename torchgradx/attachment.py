@@ -81,8 +81,7 @@ class Attachment:
         common = (self._recorder, self._parameters, self._layers, options)
         shared = ProbeParts(*common, self._sites, verdicts)
         self._record = Record(shared)
-        self._samples = Samples(shared, self._record.sq_norms)
-        self._record.refused = self._samples.refused
+        self._samples = Samples(shared, self._record)
         check = weakly(weakref.ref(self._samples), "check")
         self._backwards = Backwards(self._recorder, forward_to("_over"), check)
         self._audit = Audit(shared, self._record, self._backwards)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from ..graph.heads import taken_rows
 from ..graph.nodes import Graph
 from ..kept import model_kept, random_state_kept
 from ..record.checkpoints import Reentrant
+from ..record.record import Record
 from ..refusals import RefusedError, cause
 from ..sharding import data_parallel
 from ..sites.regime import Regime
@@ -57,13 +58,11 @@ class KeptForward:
 class Samples:
     """Checks the passes of one probe."""
 
-    def __init__(self, shared: ProbeParts, sq_norms: Callable[[Any, int], Tensor]) -> None:
-        """sq_norms: returns [N] of a pass and a parameter."""
+    def __init__(self, shared: ProbeParts, record: Record) -> None:
         self._recorder, self._parameters, _, self._options, _, caches = shared
         self._is_on = shared.options["check"] == "samples"
         self._local = threading.local()
-        self.refused: Mismatches = {}
-        self._sq_norms = sq_norms
+        self._record = record
         # By structure, T = N being another: a note for explain(), or None.
         self._checked: dict[Any, str | None] = caches.setdefault("samples", {})
         self._regimes: list[Regime] = []  # by device, when the forward began
@@ -168,7 +167,7 @@ class Samples:
                     self._checked.update({call.key: note if some else None for call in calls})
                 return
             refused = refused or mismatches
-        self.refused.update(refused)
+        self._record.refused.update(refused)
 
     def _mismatches(self, run: Pass, calls: Sequence[KeptForward]) -> Mismatches | None:
         """Return the parameters whose norm differs; None: norms are not finite."""
@@ -195,7 +194,7 @@ class Samples:
                 if g is not None:
                     totals[place] = g + totals[place] if place in totals else g
         alone = {place: float(g.double().norm()) for place, g in totals.items()}
-        batched = {place: float(self._sq_norms(run, place)[sample]) ** 0.5 for place in live}
+        batched = {place: float(self._record.sq_norms(run, place)[sample]) ** 0.5 for place in live}
         dtypes = {p.dtype for p in live.values()} | {call.regime.autocast for call in calls}
         overflows = alone.values() if torch.float16 in dtypes else ()  # of a sum that is float16
         if not all(map(np.isfinite, (*batched.values(), *overflows))):
