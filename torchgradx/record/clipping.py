@@ -97,9 +97,8 @@ class ClipTape:
     def _drop_stale(self, earlier: Sequence[Pass], tensors: Sequence[Tensor]) -> None:
         """Drop what earlier passes keep, if weights have changed: they cannot be clipped now."""
         self._is_stale = self._is_stale or [p._version for p in tensors] != self._versions
-        for run in reversed(earlier if self._is_stale else ()):
-            if not run.take_tape():
-                return  # the rest is dropped already
+        for run in earlier if self._is_stale else ():
+            run.take_tape()
 
     @untraced
     def _accumulated(self, place: int, p: Tensor) -> None:

@@ -7,7 +7,7 @@ called `run`, a parameter's index in the table `place`. Squared norms are summed
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
@@ -52,7 +52,7 @@ class Record:
         self._grads_before: list[Tensor] = []  # largest elements of .grad before the first backward
         self.mismatched: set[tuple[int, int]] = set()  # (task, place): .grad is not the sum
         self.refused: dict[int, str] = {}  # cause by place: a sample alone has another norm
-        self.runs: _Runs = []
+        self.runs: _Runs = []  # in the order of their forwards
 
     def answer(self, on: bool, *settings: Any, outside: bool = False) -> Answer:
         """Return the answer to a call of the model, or of a module outside of it. settings: of the
@@ -92,7 +92,8 @@ class Record:
                 self._grads_before = self._largest_elements(run.trainable)
             if run.serial and any(other.serial == run.serial for other, _ in self.runs):
                 self._recorder.refuse(-1, "run_twice")
-            self.runs.append((run, self._scale_of(run.serial)))
+            entry = run, self._scale_of(run.serial)
+            insort(self.runs, entry, key=lambda entry: entry[0].serial)
             run.recorded = True
             for site, reason in run.refusals:
                 self._recorder.refuse(site, reason)
@@ -190,13 +191,12 @@ class Record:
 
     def norms(self, per: str, loss_scale: Scale | None) -> _Norms:
         """Return the norms, by group unless per="model". loss_scale: None for that of each pass."""
-        runs = self._in_order()
-        sums_on, result = self._devices(runs)
-        factors = list(self._factors(runs, loss_scale))
+        sums_on, result = self._devices()
+        factors = list(self._factors(loss_scale))
 
         def norms_of(places: Sequence[int] | None) -> Tensor:
             parts = []
-            for (run, _), factor in zip(runs, factors, strict=True):
+            for (run, _), factor in zip(self.runs, factors, strict=True):
                 total = run.total(places).to(sums_on)
                 for place in run.waiting():
                     if places is None or place in places:
@@ -210,11 +210,11 @@ class Record:
 
     def dots(self) -> Tensor:
         """Return the products of each sample's gradient with the directions."""
-        runs = self._in_order()
-        sums_on, result = self._devices(runs)
-        found = [torch.zeros(r.n, device="cpu") if r.dots is None else r.dots for r, _ in runs]
+        sums_on, result = self._devices()
+        runs = (run for run, _ in self.runs)
+        found = [torch.zeros(r.n, device="cpu") if r.dots is None else r.dots for r in runs]
         whole = _join([dots.to(sums_on, torch.float64) for dots in found])
-        return (whole * self._all_factors(runs).to(sums_on)).to(**result)
+        return (whole * self._all_factors().to(sums_on)).to(**result)
 
     def shares(self) -> Tensor:
         """Return the share of each sample's own gradient that .grad holds."""
@@ -227,7 +227,7 @@ class Record:
                 ".grad was changed between or after this record's backwards, as by zero_grad() or "
                 "clipping: read it before that, and reset() where you zero it"
             )
-        factors = self._all_factors(self._in_order())
+        factors = self._all_factors()
         return torch.where(factors == 0, 0.0, 1 / factors)
 
     def _largest_elements(self, places: Sequence[int]) -> list[Tensor]:
@@ -255,7 +255,7 @@ class Record:
     def clip(self, per: str, max_norm: Scale | None, factors: Any, drops: bool) -> _Norms:
         """Clip .grad by sample, and return the norms before clipping."""
         unscaled = unscaled_by(self.tape.loss_scale)
-        runs = [run for run, _ in self._in_order()]
+        runs = [run for run, _ in self.runs]
         self.tape.check(unscaled, runs)
         norms = self.norms(per, None)
         sizes = [run.n for run in runs]
@@ -270,13 +270,10 @@ class Record:
         self.tape.clip(runs, groups, unscaled)
         return norms
 
-    def _in_order(self) -> _Runs:
-        return sorted(self.runs, key=lambda entry: entry[0].serial)
-
-    def _devices(self, runs: _Runs) -> tuple[torch.device, dict[str, Any]]:
+    def _devices(self) -> tuple[torch.device, dict[str, Any]]:
         """Return the device to sum on, and the device and dtype of results."""
         first = self._parameters.tensor(0)
-        wide = any(run.wide for run, _ in runs)
+        wide = any(run.wide for run, _ in self.runs)
         result = {"device": first.device, "dtype": torch.float64 if wide else torch.float32}
         return first.device if first.is_cuda else CPU, result
 
@@ -292,24 +289,24 @@ class Record:
             groups.setdefault(key, []).append(place)
         return groups
 
-    def _all_factors(self, runs: _Runs) -> Tensor:
+    def _all_factors(self) -> Tensor:
         """Return the factor of each sample that undoes the loss's reduction and scale."""
-        factors = zip(runs, self._factors(runs, None), strict=True)
+        factors = zip(self.runs, self._factors(None), strict=True)
         ones = [(torch.ones(r.n, dtype=torch.float64, device="cpu"), f) for (r, _), f in factors]
         return _join([one * (f.cpu() if isinstance(f, Tensor) else f) for one, f in ones])
 
-    def _factors(self, runs: _Runs, loss_scale: Scale | None) -> Iterator[Scale]:
+    def _factors(self, loss_scale: Scale | None) -> Iterator[Scale]:
         """Yield the same for each pass: a number, or a Tensor [N] or []."""
         by_sample = loss_scale if isinstance(loss_scale, Tensor) and loss_scale.dim() else None
         if by_sample is not None:
-            samples = sum(run.n for run, _ in runs)
+            samples = sum(run.n for run, _ in self.runs)
             if by_sample.numel() != samples:
                 raise ValueError(
                     f"loss_scale must be a number or a Tensor [{samples}], as the record holds "
                     f"that many samples; got shape {list(by_sample.shape)}"
                 )
         start = 0
-        for run, scale in runs:
+        for run, scale in self.runs:
             if loss_scale is not None:
                 scale = loss_scale if by_sample is None else by_sample[start : start + run.n]
             start += run.n
