@@ -44,7 +44,7 @@ _Facts = dict[tuple[int, int], int | None]  # by site and number of its call; No
 class Memory:
     """Facts that the watched forwards of one regime have shown. Outlives the probe."""
 
-    watches: int = 1  # how many of the next forwards to watch
+    is_due: bool = True  # the next forward is watched
     constant: _Facts = field(default_factory=dict)  # 1: all inputs of the call are constant
     # Layout of an input that is a view, or an elementwise result, of an argument of the model.
     anchored: _Facts = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Memory:
 
     def learn(self, watch: Watch) -> None:
         """Add what a watched forward has shown; a fact that differs from before becomes None."""
-        self.watches = max(0, self.watches - 1)
+        self.is_due = False
         self.picks = self.picks or watch.observer.picks
         self.picked |= {site: self.picked.get(site, False) or p for site, p in watch.picked.items()}
         for known, seen in (self.constant, watch.inputs), (self.anchored, watch.anchored):
@@ -247,9 +247,8 @@ class Forwards:
         return self._memories.get(regime) or self._memories.setdefault(regime, Memory())
 
     def watch_again(self) -> None:
-        """Watch at least the next forward of this regime."""
-        memory = self._memory_of(self._parameters.regime())
-        memory.watches = max(1, memory.watches)
+        """Watch the next forward of this regime."""
+        self._memory_of(self._parameters.regime()).is_due = True
 
     def start(self, n: int, model: nn.Module, arguments: Any, batch_dim: int) -> None:
         """Begin the trace of a forward, and watch it if its regime asks for that."""
@@ -260,7 +259,7 @@ class Forwards:
         if first is not None:
             trace.flat = has_flat_rows(first, arguments, n, batch_dim)
             trace.ones = ones_of(first)
-        if n > 1 and trace.memory.watches:
+        if n > 1 and trace.memory.is_due:
             constants = [*map(local_part, model.parameters()), *model.buffers(), *_kept_ids(model)]
             trace.watch = Watch(constants, tensors, n, batch_dim)
         self._local.trace = trace
