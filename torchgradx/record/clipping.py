@@ -200,8 +200,9 @@ class ClipTape:
         clipped = [group for group in groups if ddp is not None or group.clips]
         written: set[int] = set()
         for place, value, scale in self._sums(runs, clipped, unscaled):
-            other = self._other(place, unscaled)
-            _put(self._tensors[place], value, scale, other, place in written, ddp is None)
+            p = self._tensors[place]
+            before = p.grad if place in written else self._other(place, unscaled)
+            _put(p, value, scale, before, may_swap=ddp is None)
             written.add(place)
         self.closed = True
         if ddp is not None:
@@ -273,23 +274,18 @@ def _some_elements(grad: Tensor) -> Tensor:
     return values[:: max(1, len(values) // 64)].clone()
 
 
-def _put(
-    p: Tensor, value: Tensor, scale: float, other: Tensor | None, adds: bool, may_swap: bool
-) -> None:
-    """Set .grad to a sum and what it holds besides; adds: add the sum to what is there. may_swap:
-    .grad may take the sum's memory in place of a copy."""
+def _put(p: Tensor, value: Tensor, scale: float, before: Tensor | None, may_swap: bool) -> None:
+    """Set .grad to a sum and what it holds `before`. may_swap: .grad may take the sum's memory in
+    place of a copy."""
     grad, value = p.grad, value.to_dense().detach()
     value = value if value.shape == p.shape else value.reshape(p.shape)
     assert grad is not None
     if grad.is_sparse:
-        before = grad if adds else other
         total = _scaled(value, scale, p)
         total = total if before is None else before.to_dense() + total
         p.grad = total.to(p.dtype).to_sparse(1)
-    elif adds:
-        grad.add_(value, alpha=scale)
-    elif other is not None:
-        grad.copy_(other.to_dense()).add_(value, alpha=scale)
+    elif before is not None:
+        grad.copy_(before.to_dense()).add_(value, alpha=scale)
     elif may_swap and _can_swap(grad, value):
         grad.data = _scaled(value, scale, p)
     else:
