@@ -192,14 +192,14 @@ class ClipTape:
         if names:
             raise refused_all(why, names)
 
-    def clip(self, runs: Sequence[Pass], groups: list[ClipGroup], unscaled: float) -> None:
-        """Put the clipped gradients into .grad. runs: the passes, in the order of the groups'
-        factors. unscaled: what a GradScaler has multiplied .grad by since the backward."""
+    def clip(self, groups: list[ClipGroup], unscaled: float) -> None:
+        """Put the clipped gradients into .grad. unscaled: what a GradScaler has multiplied .grad by
+        since the backward."""
         ddp = self._ddp() if groups else None
         # Processes that share their gradients do the same, whatever their samples are.
         clipped = [group for group in groups if ddp is not None or group.clips]
         written: set[int] = set()
-        for place, value, scale in self._sums(runs, clipped, unscaled):
+        for place, value, scale in self._sums(clipped, unscaled):
             p = self._tensors[place]
             before = p.grad if place in written else self._other(place, unscaled)
             _put(p, value, scale, before, may_swap=ddp is None)
@@ -208,18 +208,15 @@ class ClipTape:
         if ddp is not None:
             self._average(ddp, written, unscaled)
 
-    def _sums(
-        self, runs: Sequence[Pass], groups: list[ClipGroup], unscaled: float
-    ) -> Iterator[Sum]:
+    def _sums(self, groups: list[ClipGroup], unscaled: float) -> Iterator[Sum]:
         """Yield the clipped gradients of each use, and drop the use."""
-        numbers, tensors = {id(run): k for k, run in enumerate(runs)}, self._tensors
         group_of = {place: g for g in groups for place in g.places if place not in self._idle}
 
         def sums_of(run: Pass, use: Any, parameters: Sequence[int]) -> Iterator[Sum]:
             live = [place for place in parameters if place in group_of]
             for group in dict.fromkeys(group_of[place] for place in live):
                 places = [place for place in live if group_of[place] is group]
-                factors, scale = group.factors(numbers[id(run)], tensors[places[0]], unscaled)
+                factors, scale = group.factors(run, self._tensors[places[0]], unscaled)
                 try:
                     weighted = use.weighted(factors, places)
                 except RefusedError as error:
@@ -325,10 +322,10 @@ class DeferredTape(ClipTape):
     def _check_grads(self, used: set[int], unscaled: float) -> None:
         pass
 
-    def clip(self, runs: Sequence[Pass], groups: list[ClipGroup], unscaled: float) -> None:
+    def clip(self, groups: list[ClipGroup], unscaled: float) -> None:
         """Add the clipped gradients to .grad; under DistributedDataParallel, their mean."""
         tensors, ddp = self._tensors, self._ddp()
-        sums: Iterable[Sum] = self._sums(runs, groups, unscaled)
+        sums: Iterable[Sum] = self._sums(groups, unscaled)
         if ddp is not None:
             sums = _averaged(ddp, tensors, sums)
         written, waiting = set(), dict[int, Tensor]()

@@ -10,37 +10,38 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ..extension import Pass
 from ..options import Scale
 from ..reference.chunks import accumulation_dtype
 
 
 class ClipGroup:
-    """Parameters that are clipped together, and the samples' factors [N1 + N2 + ...]."""
+    """Parameters that are clipped together, and the samples' factors [N1 + N2 + ...] in passes."""
 
-    def __init__(self, places: Sequence[int], factors: Tensor, sizes: list[int]) -> None:
-        """sizes: N of each pass."""
-        self.places, self._factors, self._sizes = places, factors, sizes
-        self._by_pass: dict[Any, tuple[Tensor, float]] = {}  # by pass, device, dtype
+    def __init__(self, places: Sequence[int], factors: Tensor, runs: Sequence[Pass]) -> None:
+        self.places, self._factors = places, factors
+        self._parts = dict(zip(runs, factors.split([run.n for run in runs]), strict=True))
+        self._cast: dict[Any, tuple[Tensor, float]] = {}  # by pass, device, dtype
 
     @cached_property
     def clips(self) -> bool:
         """Return True if a factor is not 1. On a GPU always: to read the factors would wait."""
         return not self._factors.is_cpu or bool((self._factors != 1).any())
 
-    def factors(self, k: int, p: Tensor, unscaled: float) -> tuple[Tensor, float]:
-        """Return factors [N] of pass k, and a scale that the sums are multiplied by in the dtype of
+    def factors(self, run: Pass, p: Tensor, unscaled: float) -> tuple[Tensor, float]:
+        """Return factors [N] of a pass, and a scale that the sums are multiplied by in the dtype of
         .grad: `unscaled`, and the largest factor where the sums may be in float16, which has few
         small numbers."""
-        key = k, p.device, p.dtype
-        if key not in self._by_pass:
+        key = run, p.device, p.dtype
+        if key not in self._cast:
             wide, largest = accumulation_dtype(p.dtype), 1.0
-            factors = self._factors.split(self._sizes)[k].to(p.device)
+            factors = self._parts[run].to(p.device)
             if (p.dtype == torch.float16 or unscaled != 1) and len(factors):
                 found = float(factors.abs().amax())
                 largest = found if 0 < found < float("inf") else 1.0
             factors = factors if largest == 1 else factors / largest
-            self._by_pass[key] = factors.to(wide), largest * unscaled
-        return self._by_pass[key]
+            self._cast[key] = factors.to(wide), largest * unscaled
+        return self._cast[key]
 
 
 def factors_of(norms: Tensor, max_norm: Scale | None, factors: Any, drops: bool) -> Tensor:

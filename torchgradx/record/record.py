@@ -258,16 +258,15 @@ class Record:
         runs = [run for run, _ in self.runs]
         self.tape.check(unscaled, runs)
         norms = self.norms(per, None)
-        sizes = [run.n for run in runs]
         by_group = norms if isinstance(norms, dict) else {"": norms}
         groups = [
-            ClipGroup(places, factors_of(by_group[key], max_norm, factors, drops), sizes)
+            ClipGroup(places, factors_of(by_group[key], max_norm, factors, drops), runs)
             for key, places in self._groups(per).items()
         ]
         has_grads = self._options["weight_grad"] and factors is None and not drops
         if has_grads and getattr(max_norm, "shape", ()) == () and max_norm == float("inf"):
             groups = []  # on every process, unlike a Tensor [N]: .grad stays as it is
-        self.tape.clip(runs, groups, unscaled)
+        self.tape.clip(groups, unscaled)
         return norms
 
     def _devices(self) -> tuple[torch.device, dict[str, Any]]:
