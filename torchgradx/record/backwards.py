@@ -33,8 +33,8 @@ class Backwards:
         if task == -1:
             return
         backward = self._get_or_open(task)
-        if run is not None and not any(b.has_reached(run) for b in list(self.open.values())):
-            backward.add(run)
+        if run is not None and not any(run in b.reached for b in list(self.open.values())):
+            backward.reached[run] = run.state() if run.recorded else None
 
     def _get_or_open(self, task: int) -> _Backward:
         backward = self.open.get(task)
@@ -82,30 +82,21 @@ class _Backward:
         self.tasks = [task]  # and those of backwards inside it that have ended
         self.thread = threading.get_ident()
         self.is_done = False  # True: it has ended, and did not fail
-        self._new_passes: list[Any] = []  # that no backward had reached before
-        self._states: dict[Any, Any] = {}  # of the other passes, before this backward
+        # By pass: what backwards before this one have added; None: none had reached it.
+        self.reached: dict[Any, Any] = {}
         self._owner, self._has_ended = owner, False
-
-    def has_reached(self, run: Pass) -> bool:
-        return run in self._new_passes or run in self._states
-
-    def add(self, run: Pass) -> None:
-        if run.recorded:
-            self._states[run] = run.state()
-        else:
-            self._new_passes.append(run)
 
     def take(self, inner: _Backward) -> None:
         """Take over what a backward inside this one has reached."""
         self.tasks += inner.tasks
-        self._new_passes += [run for run in inner._new_passes if not self.has_reached(run)]
-        self._states |= {run: s for run, s in inner._states.items() if not self.has_reached(run)}
+        self.reached = {**inner.reached, **self.reached}
 
     def undo(self) -> None:
-        for run in self._new_passes:
-            run.forget()
-        for run, state in self._states.items():
-            run.restore(state)
+        for run, state in self.reached.items():
+            if state is None:
+                run.forget()
+            else:
+                run.restore(state)
 
     def end(self) -> None:
         """End it, once."""
@@ -116,7 +107,8 @@ class _Backward:
     def finish(self) -> None:
         self.is_done = True
         if torch._C._current_autograd_node() is None:  # no backward runs around this one
-            self._owner.finished(self._new_passes, self.tasks)
+            new = [run for run, state in self.reached.items() if state is None]
+            self._owner.finished(new, self.tasks)
 
 
 class _End:
