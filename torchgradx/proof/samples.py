@@ -51,8 +51,8 @@ class KeptForward:
     shared: Collection[int] = ()  # ids of those taken as shared
     task: int = -1  # the latest backward in which gradients arrived
     grads: dict[int, Tensor] = field(default_factory=dict)  # by output, in that backward
-    outputs: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # with their versions
-    taken: dict[int, Tensor] = field(default_factory=dict)  # by output: see taken_rows()
+    # Outputs, with their versions and the samples of their rows: see taken_rows().
+    outputs: dict[int, tuple[Tensor, int, Tensor | None]] = field(default_factory=dict)
 
 
 class Samples:
@@ -112,9 +112,8 @@ class Samples:
         call = KeptForward(module, arguments, regime, key, may_share)
         for k, t in enumerate(tensors_in(out)):
             if t.requires_grad and t.grad_fn is not None:
-                call.outputs[k] = t.detach(), t._version
-                if rows := taken_rows([t], run.n)[0]:
-                    call.taken[k] = rows.samples
+                rows = taken_rows([t], run.n)[0]
+                call.outputs[k] = t.detach(), t._version, rows and rows.samples
                 t.register_hook(partial(self._arrive, run.serial, call, k))
 
     def _why_skipped(self, n: int, module: nn.Module, tensors: Sequence[Tensor]) -> str | None:
@@ -231,7 +230,7 @@ class Samples:
             seeds: list[Tensor] = []
             for k, t in roots.items():
                 self._check_output(call, k, t, n, sample)
-                g, taken = call.grads[k], call.taken.get(k)
+                g, (*_, taken) = call.grads[k], call.outputs[k]
                 is_whole = g.shape == t.shape and taken is None  # a loss, or what all samples share
                 part = g if is_whole else _part(g, t, n, sample, dim, taken)
                 seeds.append(part / n if is_whole and is_mean else part)
@@ -241,8 +240,7 @@ class Samples:
 
     def _check_output(self, call: KeptForward, k: int, alone: Tensor, n: int, sample: int) -> None:
         """Raise RefusedError if an output of the sample is not what it was in the batch."""
-        whole, version = call.outputs[k]
-        taken = call.taken.get(k)
+        whole, version, taken = call.outputs[k]
         if (alone.shape == whole.shape and taken is None) or whole._version != version:
             return  # the model's own loss; or it was written into since
         batched = _part(whole, alone, n, sample, self._options["batch_dim"], taken)
