@@ -280,18 +280,16 @@ class Probe(Attachment):
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """Let another probe have the model inside; see `set_aside`."""
-        self._asides += 1
-        try:
-            with self.paused():
-                self._standing.on = False
-                try:
-                    yield
-                finally:
-                    self._standing.on = self in attachments and self._asides == 1
-        finally:
-            self._asides -= 1
-            if self not in attachments:  # it was removed inside
-                self._drained()
+        with self.paused():
+            self._asides += 1
+            self._standing.on = False
+            try:
+                yield
+            finally:
+                self._asides -= 1
+                self._standing.on = self in attachments and not self._asides
+                if self not in attachments:  # it was removed inside
+                    self._drained()
 
     def _ready(self, per: str = "model") -> None:
         """Raise unless the record can be read."""
