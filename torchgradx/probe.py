@@ -149,17 +149,7 @@ class Probe(Attachment):
     def clip_grad_norm_(
         self,
         max_norm: float | Tensor | None = None,
-        *,
-        per: Parts,
-        factors: Callable[[Tensor], Tensor] | None = None,
-        nonfinite: NonFinite = "keep",
-    ) -> dict[str, Tensor]: ...
-
-    @overload
-    def clip_grad_norm_(
-        self,
-        max_norm: float | Tensor | None,
-        per: Parts,
+        per: Parts = ...,  # never left out, which is the first overload
         *,
         factors: Callable[[Tensor], Tensor] | None = None,
         nonfinite: NonFinite = "keep",
