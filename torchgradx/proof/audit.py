@@ -304,21 +304,10 @@ class Audit:
             hooks.clear()
 
     def end_backward(self, tasks: Sequence[int], done: bool) -> None:
-        """Clean up after a backward and those inside it. done: none of them failed."""
+        """Put muted hooks back, and compare the gradients that are left of a backward and of those
+        inside it. done: none of them failed."""
         delivered = self.lift.delivered
-        if self._without_pass or self._muted or self._to_compare:
-            self._clean_up(tasks, done)
-        if done and self.always:  # a module that reruns may use other weights than its forward did
-            untaken = self._recorder.untaken(tasks)
-            left = {key for key in untaken if key[1] not in delivered.get(key[0], ())}
-            tensors = self._parameters.wholes() if left else []
-            self._record.mismatched |= {k for k in left if tensors[k[1]] in self._lasting}
-        for task in tasks:
-            delivered.pop(task, None)
-
-    def _clean_up(self, tasks: Sequence[int], done: bool) -> None:
-        """Put muted hooks back, and compare the gradients that are left."""
-        if torch._C._current_graph_task_id() == -1:
+        if self._without_pass and torch._C._current_graph_task_id() == -1:
             ended = {key for key in list(self._without_pass) if key[0] in tasks}
             self._without_pass -= ended
             # Where edges are counted, they judge a backward that reached a pass later.
@@ -332,6 +321,13 @@ class Audit:
             gradient = self._to_compare.pop(key)
             if done and self._recorder.audited(key[0]):
                 self._compare(key, gradient)
+        if done and self.always:  # a module that reruns may use other weights than its forward did
+            untaken = self._recorder.untaken(tasks)
+            left = {key for key in untaken if key[1] not in delivered.get(key[0], ())}
+            tensors = self._parameters.wholes() if left else []
+            self._record.mismatched |= {k for k in left if tensors[k[1]] in self._lasting}
+        for task in tasks:
+            delivered.pop(task, None)
 
     def defer(self, places: Sequence[int]) -> None:
         """Compare these parameters when a backward has ended: their terms are recorded there."""
