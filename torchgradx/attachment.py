@@ -182,7 +182,7 @@ class Attachment:
             if self._keeping is not None:
                 self._keeping.end()
 
-    def _pop(self, run: Any, uses: list[Any], out: Any) -> bool:
+    def _pop(self, run: Any, uses: Sequence[Any], out: Any) -> bool:
         """End the latest forward. Return True if it ran inside another one of its pass."""
         self._recorder.pop()
         self._local.calls.pop()
@@ -283,16 +283,16 @@ class Attachment:
                 self._end(module, args, kwargs, out)
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        run = self._recorder.current()
+        run: Any = self._recorder.current()
         whole = self._recorder.depth() == 1
         trace = self._audit.forwards.stop(whole, out)
-        key: Any = None if run is None else self._audit.key(run, trace)
-        verdicts = self._local.eager
-        found, recalled = tensors_in(out), None
+        verdicts, recalled = self._local.eager, None
+        forward = Forward(run, [], tensors_in(out), trace, self._sites)
         if whole and run and verdicts is None and not self._segments.applies(self._local.ids):
-            recalled = self._audit.recall(run, key, trace, found)
-        uses = [] if run is None or recalled else [*self._local.inner, *run.uses()]
-        inner = self._pop(run, uses, out)
+            recalled = self._audit.recall(forward)
+        if run and not recalled:
+            forward.uses = [*self._local.inner, *run.uses()]
+        inner = self._pop(run, forward.uses, out)
         if not self._standing.on and sys.exc_info()[0] is None:  # else torch iterates over hooks
             self._drained()
         if out is None and run and not NATIVE:  # a structure that nobody sees, and no edges counted
@@ -303,13 +303,12 @@ class Attachment:
             for node in _nodes_of(out):
                 node.metadata.setdefault("torchgradx", []).append(run)
         arguments = args, kwargs or {}
-        forward = Forward(run, uses, [] if recalled else found, trace, self._sites)
-        self._examine(forward, key, recalled, arguments, out)
+        self._examine(forward, recalled, arguments, out)
         if self._tokens.on and self._local.ids is None:  # after the proof's own backwards
-            self._tokens.watch(found, run.n)
+            self._tokens.watch(forward.outputs, run.n)
         if verdicts is None and not run.in_graph:
-            self._samples.listen(run, (key[0], *key[2:]), module, arguments, out)
-        if not uses and not recalled:  # no use will announce its backward
+            self._samples.listen(forward, module, arguments)
+        if not forward.uses and not recalled:  # no use will announce its backward
 
             def arrive(_: Any) -> None:
                 run.arrive(run.trainable, True)
@@ -317,9 +316,7 @@ class Attachment:
             for node in _nodes_of(out):
                 node.register_prehook(arrive)
 
-    def _examine(
-        self, forward: Forward, key: Any, recalled: Any, arguments: tuple[Any, Any], out: Any
-    ) -> None:
+    def _examine(self, forward: Forward, recalled: Any, arguments: Any, out: Any) -> None:
         """Look up or prove where the samples are in a forward's uses."""
         run, verdicts = forward.run, self._local.eager
         if run.in_graph:
@@ -331,10 +328,10 @@ class Attachment:
             if run.n == 1 and is_broadcast(self._options, arguments, out):
                 run.refuse(-1, "one_row")
             if recalled:
-                self._audit.examine(forward, key, recalled)
+                self._audit.examine(forward, recalled)
             else:
                 with self._samples.quiet():
-                    self._audit.examine(forward, key, None)
+                    self._audit.examine(forward, None)
                     self._segments.rescue(forward)
             forward.trace.listen(run.layouts)
         else:

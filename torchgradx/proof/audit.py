@@ -34,9 +34,9 @@ from ..shared.frontier import LiftPlan
 from ..shared.lift import EACH, Lift
 from ..shared.stations import Match
 from ..sites.site import ProbeParts
-from .forwards import Forward, Forwards, ForwardTrace
+from .forwards import Forward, Forwards
 from .structure import Examiner
-from .verdict import Verdict, calls_of, is_finite, is_same_sum, store, verdict_of_compiled
+from .verdict import Verdict, is_finite, is_same_sum, store, verdict_of_compiled
 
 MAX_PENDING = 7  # forwards that wait for a backward
 
@@ -87,40 +87,33 @@ class Audit:
             self.forwards.watch_again()
         self.forwards.start(n, model, arguments, batch_dim)
 
-    def key(self, run: Pass, trace: ForwardTrace) -> Any:
-        """Return the cache key of a pass's structure."""
-        # In a backward, a checkpoint runs the model again: less can be proven there.
-        in_backward = torch._C._current_graph_task_id() != -1
-        return run.structure, run.n, in_backward, trace.nodes, trace.kind, trace.ones, trace.regime
-
     def knows(self, key: Any) -> bool:
         """Return True if passes with this key need no check."""
         verdicts = self._verdicts.get(key, ())
         return len(verdicts) == 1 and verdicts[0].is_final
 
-    def recall(
-        self, run: Pass, key: Any, trace: ForwardTrace, outputs: Sequence[Tensor]
-    ) -> tuple[Verdict, Match | None] | None:
-        """Return the cached verdict and the nodes of its lift plan; None if examine() must look."""
-        cached = self._verdicts.get(key, ())
+    def recall(self, forward: Forward) -> tuple[Verdict, Match | None] | None:
+        """Return the cached verdict and the nodes of its lift plan; None if examine() must look.
+        Does not look at the forward's uses."""
+        cached = self._verdicts.get(forward.key, ())
         if len(cached) != 1 or self._parameters.gathered():
             return None
         verdict, match = cached[0], None
         if verdict.is_final:
             return verdict, None
         checks = verdict.routes or verdict.zeros_version is not None or verdict.refusals
-        pending = any(key in entry.keys for entry in self._pending)
-        if NATIVE and not (checks or trace.ends or pending):
+        pending = any(forward.key in entry.keys for entry in self._pending)
+        if NATIVE and not (checks or forward.trace.ends or pending):
             with suppress(Exception):  # examine() will refuse
-                match = self.lift.recall(run, verdict.plan, outputs)
+                match = self.lift.recall(forward.run, verdict.plan, forward.outputs)
         return (verdict, match) if match else None
 
-    def examine(self, forward: Forward, key: Any, recalled: Any) -> None:
+    def examine(self, forward: Forward, recalled: Any) -> None:
         """Give a pass the verdict on its structure. An error refuses the pass, not the forward."""
         run = forward.run
         try:
             if not recalled:
-                self._examine(forward, key)
+                self._examine(forward)
                 return
             verdict, match = recalled
             verdict.apply(run)
@@ -130,7 +123,7 @@ class Audit:
         except Exception as error:
             run.refuse(-1, cause("not_examined", error=f"{type(error).__name__}: {error}"))
 
-    def _examine(self, forward: Forward, key: Any) -> None:
+    def _examine(self, forward: Forward) -> None:
         """Apply a verdict that fits: a cached one, one of another batch size, or a new one."""
         run = forward.run
 
@@ -145,15 +138,15 @@ class Audit:
             match = match_plan(verdict.plan)
             return match is None or (match.stations is not None and not match.mute and match.same)
 
-        cached = self._cached(key)
+        cached = self._cached(forward.key)
         verdict = next(filter(fits, cached), None)
         if verdict is None:
-            others = self._verdicts_by_calls.get(calls_of(key, forward.uses), ())
+            others = self._verdicts_by_calls.get(forward.calls, ())
             moved = (self.examiner.transfer(other, forward) for other in others)
             verdict = next((v for v in moved if v is not None and fits(v)), None)
             if verdict is not None:
-                store(self._verdicts, key, verdict)
-        verdict = verdict or self._prove(forward, key, cached)
+                store(self._verdicts, forward.key, verdict)
+        verdict = verdict or self._prove(forward, cached)
         self.latest = verdict
         verdict.apply(run)
         forward.place_segments()
@@ -173,7 +166,7 @@ class Audit:
         pending = [entry.verdict for entry in self._pending if key in entry.keys]
         return pending + self._verdicts.get(key, [])
 
-    def _prove(self, forward: Forward, key: Any, cached: Sequence[Verdict]) -> Verdict:
+    def _prove(self, forward: Forward, cached: Sequence[Verdict]) -> Verdict:
         """Return a new verdict, which replaces `cached` ones that expired."""
         verdict = self.examiner.verdict(forward)
         has_compiled = any(node.name() == COMPILED for node in forward.graph.parents)
@@ -189,10 +182,10 @@ class Audit:
         for old in expired:
             with self._lock:
                 self._pending = [entry for entry in self._pending if entry.verdict is not old]
-            verdicts = self._verdicts.get(key, [])
+            verdicts = self._verdicts.get(forward.key, [])
             verdicts[:] = [v for v in verdicts if v is not old]
         if verdict.complete:
-            self.cache_later([key], calls_of(key, forward.uses), verdict, forward.run)
+            self.cache_later([forward.key], forward.calls, verdict, forward.run)
         return verdict
 
     def cache_later(self, keys: Sequence[Any], calls: Any, verdict: Verdict, run: Pass) -> None:

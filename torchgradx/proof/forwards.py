@@ -159,6 +159,20 @@ class Forward:
         return int(self.run.n)
 
     @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Return the cache key of its structure, and of its graph beside that and N."""
+        # In a backward, a checkpoint runs the model again: less can be proven there.
+        in_backward, trace = torch._C._current_graph_task_id() != -1, self.trace
+        rest = in_backward, trace.nodes, trace.kind, trace.ones, trace.regime
+        return self.run.structure, self.n, *rest
+
+    @property
+    def calls(self) -> tuple[Any, ...]:
+        """Return the cache key of its calls: the same for batches of any size."""
+        called = tuple((site, len(sizes), node is None) for site, sizes, node, _ in self.uses)
+        return called, *self.key[2:]
+
+    @cached_property
     def graph(self) -> Graph:
         return Graph(self.outputs)
 

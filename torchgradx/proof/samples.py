@@ -34,6 +34,7 @@ from ..refusals import RefusedError, cause
 from ..sharding import data_parallel
 from ..sites.regime import Regime
 from ..sites.site import ProbeParts
+from .forwards import Forward
 
 Mismatches = dict[int, str]  # cause by parameter
 HALF_DTYPES = {torch.float16, torch.bfloat16}
@@ -95,13 +96,14 @@ class Samples:
             devices = {p.device for p in self._parameters.tensors()}
             self._regimes = [Regime.current(device, draws=True) for device in devices]
 
-    def listen(self, run: Pass, key: Any, module: nn.Module, arguments: Any, out: Any) -> None:
+    def listen(self, forward: Forward, module: nn.Module, arguments: Any) -> None:
         """Keep what the check needs at the end of a forward, if its structure is new."""
+        run = forward.run
         if not self._is_on or run.n < 2:
             return
         tensors = [t for t in sized_tensors_in(arguments) if t.dim()]
         may_share = _may_share(tensors, run.n, self._options["batch_dim"])
-        key = key, bool(may_share)
+        key = forward.run.structure, bool(may_share), *forward.key[2:]
         if key in self._checked and not run.keep:
             return  # known; of joint forwards, all run alone where one of them is new
         if reason := self._why_skipped(run.n, module, tensors):
@@ -110,7 +112,7 @@ class Samples:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         regime = Regime.current(device, draws=False)
         call = KeptForward(module, arguments, regime, key, may_share)
-        for k, t in enumerate(tensors_in(out)):
+        for k, t in enumerate(forward.outputs):
             if t.requires_grad and t.grad_fn is not None:
                 rows = taken_rows([t], run.n)[0]
                 call.outputs[k] = t.detach(), t._version, rows and rows.samples

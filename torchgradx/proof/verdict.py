@@ -111,12 +111,6 @@ def store(cached: dict[Any, list[Verdict]], key: Any, verdict: Verdict) -> None:
             cached.pop(old, None)
 
 
-def calls_of(key: Any, uses: Sequence[Any]) -> Any:
-    """Return the key of a structure's calls: the same for batches of any size."""
-    called = tuple((site, len(sizes), node is None) for site, sizes, node, _ in uses)
-    return called, *key[2:]  # less the structure and N, see Audit.key
-
-
 def total_version(tensors: Sequence[Tensor]) -> int:
     """Return a number that grows whenever one of the tensors is written into."""
     return sum(p._version for p in tensors)
