@@ -39,13 +39,13 @@ def explanation(layers: Sequence[Layer], parameters: Parameters, verbose: bool =
             words["frozen"] += 1
             lines.append(title)
             continue
-        word, brief, full = _served(layer)
+        word, text = _served(layer, verbose)
         words[word] += 1
         again[layer.type_name] += word == AGAIN
         if verbose:
-            lines += [title, *(f"  {line}" for line in full.splitlines())]
+            lines += [title, *(f"  {line}" for line in text.splitlines())]
         else:
-            lines.append(f"{title}: {brief}")
+            lines.append(f"{title}: {text}")
     return "\n".join([_summary(words, again), *lines])
 
 
@@ -56,28 +56,27 @@ def _summary(words: Counter[str], again: Counter[str]) -> str:
     return f"{total} layer{'s' * (total != 1)}: {text}" + (f" ({types})" if types else "")
 
 
-def _served(layer: Layer) -> tuple[str, str, str]:
-    """Return what serves it: in a word, to be counted; in a line; all that was weighed."""
+def _served(layer: Layer, verbose: bool) -> tuple[str, str]:
+    """Return what serves it: in a word, to be counted; in a line, or all that was weighed."""
     if "lifted" in layer.notes:
         text = "lifted: its gradients by sample are taken at the graph's nodes, where samples"
         text += f" come in{layer.notes['lifted'] or ''}"
-        return "asked once for each sample" if EACH in text else "at the graph's nodes", text, text
+        return "asked once for each sample" if EACH in text else "at the graph's nodes", text
     if layer.notes.keys() == {"products"}:
         text = "products: one for each expert, their rows' samples by the indices between"
-        return "at the graph's nodes", text, text
+        return "at the graph's nodes", text
     if layer.kind in ("vmap", "recurrent"):
         if not layer.notes:
-            text = f"no use seen; no kernel for {layer.type_name}"
-            return "not seen", text, text
+            return "not seen", f"no use seen; no kernel for {layer.type_name}"
         words = " and ".join(layer.notes)
         beside = "through time" in layer.notes
         why = "the framework's gradients stay" if beside else f"no kernel for {layer.type_name}"
         text = f"{words}: {why}; its own forward is run again in backward"
-        return "through time" if words == "through time" else AGAIN, text, text
+        return "through time" if words == "through time" else AGAIN, text
     if layer.plans:
         plans = list(layer.plans.values())
-        brief = "; ".join(plan.brief() for plan in plans)
-        return plans[-1].algorithm, brief, "\n".join(map(repr, plans))
+        text = "\n".join(map(repr, plans)) if verbose else "; ".join(p.brief() for p in plans)
+        return plans[-1].algorithm, text
     unseen = f"{layer.kind}: no single use seen; several uses of a parameter are combined"
     text = rule_named(layer.kind).served_by or unseen
-    return text.partition(":")[0], text, text
+    return text.partition(":")[0], text
