@@ -234,8 +234,7 @@ class Record:
         """Return the largest element of each .grad, on its device. set_to_none=False leaves 0."""
         tensors = self._parameters.tensors()
         grads = [g for place in places if (g := tensors[place].grad) is not None]
-        local = map(local_part, grads)
-        dense = [g for g in local if g.layout is torch.strided and g.numel()]
+        dense = [g for g in map(local_part, grads) if g.layout is torch.strided and g.numel()]
         return list(torch._foreach_norm(dense, float("inf"))) if dense else []
 
     def gradients(self, per: str) -> dict[str, list[Tensor]]:
