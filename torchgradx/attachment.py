@@ -74,7 +74,7 @@ class Attachment:
         self._layers = find_layers(model, self._parameters, options)
         verdicts = cache_of(model, options)
         forward_to = partial(weakly, weakref.ref(self))  # the graph owns these callbacks
-        methods = ("_began", "_finish", "_drained", "_site_called", "_received", "_pass_outside")
+        methods = "_began", "_record.finish", "_drained", "_site_called", "_received", "_outside"
         count = len(self._parameters.names)
         self._recorder = Recorder(count, *map(forward_to, methods))
         self._sites: list[Site] = []
@@ -82,8 +82,8 @@ class Attachment:
         shared = ProbeParts(*common, self._sites, verdicts)
         self._record = Record(shared)
         self._samples = Samples(shared, self._record)
-        check = weakly(weakref.ref(self._samples), "check")
-        self._backwards = Backwards(self._recorder, forward_to("_over"), check)
+        at_the_end = map(forward_to, ("_audit.end_backward", "_samples.check"))
+        self._backwards = Backwards(self._recorder, *at_the_end)
         self._audit = Audit(shared, self._record, self._backwards)
         self._segments = SegmentExaminer(shared, self._audit)
         directions = {} if options["directions"] is None else options["directions"]
@@ -210,7 +210,7 @@ class Attachment:
             self._audit.start_forward(n, module, (args, kwargs), batch_dim)
         return run
 
-    def _pass_outside(self) -> Pass | None:
+    def _outside(self) -> Pass | None:
         """Return a pass for a module called outside of the model's forward, which is refused."""
         if not self._record.answer(self._trace.on, outside=True).serial:
             return None
@@ -355,14 +355,6 @@ class Attachment:
             run.outside = None
         self._record.begin(run)
         run.hooked = self._audit.places_with_user_hooks()
-
-    def _over(self, tasks: list[int], done: bool) -> None:
-        self._audit.end_backward(tasks, done)
-        if not done:
-            self._record.undo(tasks)
-
-    def _finish(self, run: Pass, parameter: int) -> None:
-        self._record.finish(run, parameter)
 
     def _received(self, place: int, gradient: Tensor | None) -> None:
         if self._recorder.shields:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -56,11 +57,13 @@ def put_gate(recorder: Any, place: int, node: Any, parameter: Tensor) -> None:
 
 
 def weakly(owner: Callable[[], Any], method: str) -> Callable[..., Any]:
-    """Return a function that calls a method of a weak reference's object while that lives."""
+    """Return a function that calls a method of a weak reference's object while that lives. method:
+    its name; with dots, that of a part's method."""
+    find = attrgetter(method)
 
     @untraced
     def call(*args: Any) -> Any:
         alive = owner()
-        return None if alive is None else getattr(alive, method)(*args)
+        return None if alive is None else find(alive)(*args)
 
     return call

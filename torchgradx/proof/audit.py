@@ -321,6 +321,8 @@ class Audit:
             self._record.mismatched |= {k for k in left if tensors[k[1]] in self._lasting}
         for task in tasks:
             delivered.pop(task, None)
+        if not done:
+            self._record.undo(tasks)
 
     def defer(self, places: Sequence[int]) -> None:
         """Compare these parameters when a backward has ended: their terms are recorded there."""
