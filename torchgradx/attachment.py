@@ -74,7 +74,8 @@ class Attachment:
         self._layers = find_layers(model, self._parameters, options)
         verdicts = cache_of(model, options)
         forward_to = partial(weakly, weakref.ref(self))  # the graph owns these callbacks
-        methods = "_began", "_record.finish", "_drained", "_site_called", "_received", "_outside"
+        note_call = "_audit.forwards.note_call"
+        methods = "_began", "_record.finish", "_drained", note_call, "_received", "_outside"
         count = len(self._parameters.names)
         self._recorder = Recorder(count, *map(forward_to, methods))
         self._sites: list[Site] = []
@@ -337,9 +338,6 @@ class Attachment:
         else:
             uses = [(site, sizes) for site, sizes, *_ in forward.uses]
             verdicts.append((self._audit.examiner.verdict(forward), uses))
-
-    def _site_called(self, site: int, common: Tensor) -> None:
-        self._audit.forwards.note_call(site, [common])
 
     # Backward
 

@@ -324,7 +324,7 @@ class Forwards:
         if self._local.trace.watch is not None:
             self._local.trace.watch.note_rows(site, outputs)
 
-    def note_call(self, site: int, inputs: Sequence[Tensor]) -> None:
+    def note_call(self, site: int, *inputs: Tensor) -> None:
         """Note a call of a site in a watched forward, and the caches of selective checkpoints."""
         if self._local.trace.watch is not None:
             with without_user_modes():

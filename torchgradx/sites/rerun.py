@@ -174,7 +174,7 @@ class FallbackSite(Delivery):
         first = next((t for t in live if t.dim()), (live or outputs)[0])
         recorded, forwards = bool(self._recorder.depth()), self._audit.forwards
         if recorded:
-            forwards.note_call(self._index, operands)
+            forwards.note_call(self._index, *operands)
         number = run.call(self._index, list(parameters.items()), first.shape, operands)
         for t in () if single else outputs:
             run.note(hash(look_of(t.shape, run.n)))
