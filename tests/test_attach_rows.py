@@ -234,7 +234,8 @@ any_mode = each_of(ANY)
     "index_add", "put", "mask", "positions", "by choice", "heads", *["tied"] * ops.NATIVE,
 ])  # fmt: skip
 def test_experts_that_are_given_the_rows_of_their_tokens(way, options):
-    batches = [torch.randint(0, WORDS, shape) for shape in SHAPES]
+    shapes = [*SHAPES, *[(5, 1)] * 3 * (way == "tied")]
+    batches = [torch.randint(0, WORDS, shape) for shape in shapes]
     next_words = lambda m, x: F.cross_entropy(m(x).flatten(0, 1), x.flatten())  # noqa: E731
     experts = Experts(way, 2 if way == "by choice" else 4).double()  # of two, each gets all rows
     exact_steps(experts, *batches, loss=next_words, **options)

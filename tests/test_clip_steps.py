@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from attach_models import DEVICE, Model, mlp, square
 from clip_oracle import bounded, check_clip, clipped, gradients, is_sum, norms_of, refuses, weighted
 from torch import nn
@@ -177,6 +178,69 @@ def test_compiled_as_one_graph(nothing_compiled):
             is_sum(model, clipped(model, x))
             exact = torch.stack([row["4.weight"].sum() for row in gradients(model, square, x)])
             assert torch.allclose(dots, exact, rtol=1e-9)
+
+
+def test_what_a_fused_step_follows_is_dropped_once_gradients_are_zeroed():
+    """A fused optimizer changes the weights, and no version of them."""
+    model, seen = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with torchgradx.attach(model, clip=True):
+        for _ in range(4):
+            x = batch()
+            seen.append(StorageWeakRef(x.untyped_storage()))
+            square(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [ref.expired() for ref in seen] == [True, True, True, False]
+
+
+@either
+def test_a_backward_in_inference_mode(weight_grad):
+    model, x = net(), batch()
+    with torchgradx.attach(model, clip=True, weight_grad=weight_grad) as probe:
+        loss = square(model, x)
+        with torch.inference_mode():
+            loss.backward()
+        probe.clip_grad_norm_(BOUND)
+        is_sum(model, clipped(model, x))
+
+
+def test_gradients_of_another_dtype():
+    model = nn.Linear(3, 2).bfloat16()
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    with torchgradx.attach(model, clip=True, weight_grad=False) as probe:
+        square(model, batch().bfloat16()).backward()
+        norms = probe.clip_grad_norm_(BOUND)
+    whole = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert whole.dtype is torch.float32
+    assert 0 < whole.norm() <= 1.01 * BOUND < norms.max()
+
+
+def looked_up(sparse, by_module):
+    torch.manual_seed(0)
+    if by_module:
+        return nn.Sequential(nn.Embedding(7, 3, sparse=sparse), nn.Linear(3, 2))
+    look = lambda m, x: m.a(F.embedding(x, m.table, sparse=sparse))  # noqa: E731
+    return Model(look, table=torch.randn(7, 3), a=nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": False}, {"backend": "vmap"}], ids=str)
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("by_module", [False, True])
+def test_a_grad_scaler_that_writes_into_a_sparse_gradient(by_module, retain, options):
+    """The values of a sparse .grad are the memory of the output's gradient."""
+    x, found = torch.randint(0, 7, (N, 4)), []
+    for sparse in (False, True):
+        model = looked_up(sparse, by_module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10)
+        with torchgradx.attach(model, clip=True, loss_scale=scaler, **options) as probe:
+            scaler.scale(square(model, x)).backward(retain_graph=retain)
+            scaler.unscale_(optimizer)
+            norms = probe.clip_grad_norm_(BOUND)
+        found.append([norms, *(p.grad.to_dense() for p in model.parameters())])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("kind", ["plain", "bfloat16", "float16"])

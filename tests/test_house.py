@@ -15,7 +15,7 @@ FORBIDDEN = (
 )  # fmt: skip
 ENDINGS = {".py", ".cpp", ".cu", ".cuh", ".h"}
 LINES_OF_A_FILE = 400
-LINES = {ROOT: 19_561, CSRC: 17_000}  # ROOT: to be lowered to 12,000
+LINES = {ROOT: 19_391, CSRC: 17_000}  # ROOT: to be lowered to 12,000
 TESTS = Path(__file__).parent
 LINES_OF_TESTS, ATTACH_FILES = 25_000, 22
 ROOMS = (

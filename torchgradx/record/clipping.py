@@ -95,10 +95,12 @@ class ClipTape:
         self._others = {k: p.grad.clone() for k, p in enumerate(tensors) if p.grad is not None}
 
     def _drop_stale(self, earlier: Sequence[Pass], tensors: Sequence[Tensor]) -> None:
-        """Drop what earlier passes keep, if weights have changed: they cannot be clipped now."""
+        """Drop what earlier passes keep, if weights or .grad have changed: they cannot be clipped
+        now. A fused optimizer changes no version of the weights."""
         self._is_stale = self._is_stale or [p._version for p in tensors] != self._versions
-        for run in earlier if self._is_stale else ():
-            run.take_tape()
+        for run in reversed(earlier if self._is_stale or self._is_torn else ()):
+            if not run.take_tape():
+                return  # the rest is dropped already
 
     @untraced
     def _accumulated(self, place: int, p: Tensor) -> None:
@@ -256,7 +258,8 @@ def _values(grad: Tensor) -> Tensor:
 
 def _mark(grad: Tensor) -> Mark:
     """Return what differs once a gradient was exchanged or written into."""
-    return _values(grad).data_ptr(), grad._version, grad.is_sparse
+    version = -1 if grad.is_inference() else grad._version
+    return _values(grad).data_ptr(), version, grad.is_sparse
 
 
 def _is_sum(before: Mark, after: Mark, grad: Tensor) -> bool:
@@ -361,9 +364,9 @@ def _add(p: Tensor, value: Tensor, scale: float) -> Tensor | None:
     elif grad is None:
         value = value.detach()
         value = value if value.shape == p.shape else value.reshape(p.shape)
-        value = _scaled(value, scale, p)
-        is_alike = value.dtype == p.dtype and value.stride() == p.stride()
-        p.grad = value if is_alike else torch.empty_like(p)
+        value = _scaled(value, scale, p).to(p.grad_dtype or p.dtype)
+        is_alike = value.stride() == p.stride()
+        p.grad = value if is_alike else torch.empty_like(p, dtype=value.dtype)
         return None if is_alike else value
     elif grad.is_sparse:
         value = value if value.is_sparse else value.reshape(p.shape).to_sparse(1)
