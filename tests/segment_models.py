@@ -56,10 +56,6 @@ def looking(m, x, ids, n):
     return m.out(pooled(torch.cat([torch.tanh(h), bags.to(h.dtype)], 1), ids, n, "index_add"))
 
 
-def repeating(m, x, ids, n):
-    return m.b(pooled(torch.tanh(m.a(torch.tanh(m.a(x)))), ids, n, "index_add"))
-
-
 def placing(m, words, x, ids=None):
     """Rows of an image take the places of the words 0, as in language models that see."""
     h, rows = m.emb(words), m.patch(x.view(-1, 1, 1, 2, 3)).flatten(1)
@@ -220,7 +216,8 @@ class Sets(Case):
                          bag=nn.EmbeddingBag(2, 2), patch=nn.Conv3d(1, 4, (1, 2, 3)),
                          out=nn.Linear(9, CLASSES))  # fmt: skip
         if self.pool == "twice":
-            return Model(repeating, a=nn.Linear(D, D), b=nn.Linear(D, CLASSES))
+            return Model(lambda m, x, ids, n: m.b(pooled(m.a(m.a(x).tanh()), ids, n, "index_add")),
+                         a=nn.Linear(D, D), b=nn.Linear(D, CLASSES))  # fmt: skip
         if self.pool != "softmax":
             return deep_set(self.pool)
         return Model(attending, v=nn.Linear(D, 8), s=nn.Linear(D, 1), o=nn.Linear(8, CLASSES))
