@@ -63,8 +63,9 @@ def select_by_indices(indices: Any, shape: Sequence[int]) -> Selection | None:
 def select_along(
     dim: int, index: Tensor | None, shape: Sequence[int], grid: Sequence[int]
 ) -> Selection | None:
-    """Return the rows of a tensor [*shape] that an index, of no negative ones, selects along a
-    dimension. grid: the sizes of the rows of the model's inputs; what is beyond it has features."""
+    """Return the rows of a tensor [*shape] that an index selects along a dimension, where torch
+    takes no negative ones. grid: the sizes of the rows of the model's inputs; dimensions beyond it
+    have features."""
     if index is None:
         return None
     if dim >= max(1, len(grid)) or (dim == 1 and tuple(shape[:2]) != grid):

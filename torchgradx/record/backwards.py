@@ -82,7 +82,7 @@ class _Backward:
         self.tasks = [task]  # and those of backwards inside it that have ended
         self.thread = threading.get_ident()
         self.is_done = False  # True: it has ended, and did not fail
-        # By pass: what backwards before this one have added; None: none had reached it.
+        # The state of each pass before this backward; None: no backward had reached it.
         self.reached: dict[Any, Any] = {}
         self._owner, self._has_ended = owner, False
 

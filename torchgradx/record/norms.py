@@ -68,14 +68,15 @@ def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | No
     owned = {k: rows for k, rows in enumerate(owners) if rows is not None}
     counts = [torch.bincount(rows, minlength=n + 1) for rows in owned.values()]
     lengths = torch.stack(counts).tolist()  # by term and sample, read from the device at once
-    rows_of = {k: rows.argsort(stable=True).split(length)
-               for (k, rows), length in zip(owned.items(), lengths, strict=True)}  # fmt: skip
     alike: dict[tuple[int, ...], list[int]] = {}  # samples with equal lengths: one batch
     for sample in range(n):
         alike.setdefault(tuple(length[sample] for length in lengths), []).append(sample)
-    are_rows = len(owned) == len(terms) and all(map(_is_linear, terms))
-    if NATIVE and are_rows and len(alike) > MAX_RUNS:
+    layers = [layer for layer, *_ in terms if layer and not layer.kernel_size]
+    matrices = [layer for layer in layers if layer.kind != "embedding"]
+    if NATIVE and len(matrices) == len(owned) == len(terms) and len(alike) > MAX_RUNS:
         return _sq_norms_of_rows(n, terms, owners)
+    rows_of = {k: rows.argsort(stable=True).split(length)
+               for (k, rows), length in zip(owned.items(), lengths, strict=True)}  # fmt: skip
     sq_norms = torch.zeros(n, dtype=wide, device=device)
     for members in alike.values():
         samples, parts = torch.tensor(members, device=device), []
@@ -93,19 +94,17 @@ def combine_segments(n: int, terms: Sequence[Term], owners: Sequence[Tensor | No
     return sq_norms
 
 
-def _is_linear(term: Term) -> bool:
-    return term.layer is not None and term.layer.kind == "linear"
-
-
 def _sq_norms_of_rows(n: int, terms: Sequence[Term], owners: Sequence[Any]) -> Tensor:
-    """Return the same for a weight that multiplies rows with owners: one kernel reads those of all
-    uses."""
-    operands = [(t.flatten(0, -2) for t in term if isinstance(t, Tensor)) for term in terms]
-    left, right = (torch.cat(_cast_alike([*column])) for column in zip(*operands, strict=True))
-    each = zip(terms, owners, strict=True)
-    rows = torch.cat([own.repeat_interleave(prod(t.grads.shape[1:-1])) for t, own in each])
-    left, right = _cast_alike([left, right])
-    pairs = Pairs.of(rows, torch.zeros_like(rows), n, 1)
+    """Return the same for a weight that multiplies all of these rows, which one kernel reads."""
+    operands, of_rows = [], []
+    for (layer, a, g), rows in zip(terms, owners, strict=True):
+        assert a is not None
+        whole = Term(layer, a.flatten(0, -2)[None], g.flatten(0, -2)[None])  # as of one sample
+        operands.append(_operands(whole, 1, slice(None)))
+        of_rows.append(rows.repeat_interleave(whole.grads.shape[1] // len(rows)))
+    (left,), (right,) = _join(operands)
+    sample = torch.cat(of_rows)
+    pairs = Pairs.of(sample, torch.zeros_like(sample), n, 1)
     return Grouped(left, right, pairs, is_single=True).sq_norms()
 
 
